@@ -34,7 +34,7 @@ import numpy as np
 import ray
 from serving_http import free_port
 
-from infembed_ray.client import Client, Found
+from infembed_ray.client import Client, SearchResponse
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.retrieval.index import Index
@@ -46,14 +46,14 @@ TOLERANCE = 1e-3
 """Of scores: the encoder may compute in bfloat16, where batches of other shapes round differently."""
 
 
-def timed(client: Client, *args: Any, **options: Any) -> tuple[float, Found]:
+def timed(client: Client, *args: Any, **options: Any) -> tuple[float, SearchResponse]:
     """Milliseconds of a search, and its answer."""
     began = time.perf_counter()
     found = client.search(*args, **options)
     return 1e3 * (time.perf_counter() - began), found
 
 
-def check(client: Client, query: str, instruction: str, found: Found) -> None:
+def check(client: Client, query: str, instruction: str, found: SearchResponse) -> None:
     """Compare the effects of the first hit with searches under the leave-one-out instructions."""
     explanation = found.explanation
     assert explanation is not None

@@ -92,11 +92,11 @@ async def measure(shards: Sequence[SimulatedShard], k: int, rounds: int) -> dict
     deployments = {f"shard-{number}": shard for number, shard in enumerate(shards)}
 
     def searches(contents_per_call: float, cached: bool) -> Callable[[int], Awaitable[list[SearchHit]]]:
-        kept = FanOut(deployments, replicas=1, max_wait_s=60)
+        kept = FanOut(deployments, replicas=1)
 
         async def search(draw: int) -> list[SearchHit]:
             fan_out.CONTENTS_PER_CALL = contents_per_call  # type: ignore[assignment]
-            fan = kept if cached else FanOut(deployments, replicas=1, max_wait_s=60)
+            fan = kept if cached else FanOut(deployments, replicas=1)
             query = ShardQuery(np.full((1, 1), draw, np.float32), k)
             return (await fan.search(query, fan_out.now() + 60, False)).results[0]
 

@@ -49,7 +49,7 @@ from infembed_ray.retrieval.index import Index, IndexFacts
 from infembed_ray.retrieval.shard_files import INDEX_FILE, PASSAGES_FILE, ShardFacts
 from infembed_ray.retrieval.shards import Build
 from infembed_ray.serving import replicas
-from infembed_ray.serving.arguments import IndexArguments
+from infembed_ray.serving.release import IndexArguments
 from infembed_ray.serving.routing.fan_out import FanOut, now
 
 DIMENSION = 3584
@@ -146,7 +146,7 @@ def round_of(root: Path, searches: int) -> dict[str, Any]:
 
 async def search(opened: Sequence[replicas.ShardSearch], queries: np.ndarray) -> dict[str, Any]:
     """Search through the fan-out, one query after the other; then one shard alone."""
-    fan = FanOut({f"shard-{n}": Deployment(r) for n, r in enumerate(opened)}, replicas=1, max_wait_s=60)
+    fan = FanOut({f"shard-{n}": Deployment(r) for n, r in enumerate(opened)}, replicas=1)
     taken, before, cold_bytes = [], read_bytes(), 0
     for query in queries:
         began = time.perf_counter()

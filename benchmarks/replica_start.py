@@ -50,15 +50,16 @@ from infembed_ray.storage.steps import output_files
 DIMENSION = 384
 WORDS = 40
 START = """
-import asyncio, json, sys, time
+import asyncio, json, os, sys, time
 import psutil
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.retrieval import checksums
-from infembed_ray.serving.arguments import IndexArguments
+from infembed_ray.serving.release import IndexArguments
 from infembed_ray.serving.replicas import ShardSearch
 
 checksums.THREADS = int(sys.argv[3])
-arguments = IndexArguments(index=sys.argv[1], version="v1", settings=ServeSettings(index="", shard_cache=sys.argv[2]))
+os.environ["INFEMBED_SCRATCH"] = sys.argv[2]
+arguments = IndexArguments(index=sys.argv[1], version="v1", settings=ServeSettings(index=""))
 sent, read, began = psutil.net_io_counters().bytes_sent, psutil.Process().io_counters().read_bytes, time.perf_counter()
 replica = ShardSearch(arguments, 0)
 assert asyncio.run(replica.document("p0000000")) is not None

@@ -15,27 +15,98 @@ import asyncio
 import base64
 import functools
 import os
+import random
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 from urllib.parse import quote
 
 import httpx2
 import numpy as np
 
-from infembed_ray.client_errors import ApiError, Attempts, api_error
-from infembed_ray.client_errors import Error as Error
-from infembed_ray.client_errors import Unreachable as Unreachable
-from infembed_ray.serving.explaining import Explanation
+from infembed_ray.serving.schema import Collection, Model, SearchResponse
+from infembed_ray.serving.service import Document
 
-Metadata = str | int | float | bool | None
 P = ParamSpec("P")
 T = TypeVar("T")
 
 KEY_VARIABLE = "INFEMBED_API_KEY"
 """Environment variable that holds the API key."""
 DEFAULT_URL = "http://127.0.0.1:8000"
+RETRIED_STATUS = frozenset({429, 502, 503, 504})
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 5.0
+
+
+class ClientError(Exception):
+    """A call failed."""
+
+
+@dataclass(eq=False)
+class ApiError(ClientError):
+    """The server answered with an error.
+
+    Attributes:
+        status: HTTP status.
+        message, type, param, code: fields of an OpenAI error object; `param` names the faulty field.
+        request_id: id of the request in the server's log.
+        retry_after_s: pause that the server asks for; 0 if it asks for none.
+    """
+
+    status: int
+    message: str
+    type: str | None = None
+    param: str | None = None
+    code: str | None = None
+    request_id: str | None = None
+    retry_after_s: float = 0.0
+
+    def __str__(self) -> str:
+        where = f" (request {self.request_id})" if self.request_id else ""
+        return f"{self.status} {self.code or self.type or 'error'}: {self.message}{where}"
+
+
+class Unreachable(ClientError):
+    """No answer arrived within `timeout_s`; `__cause__` is the last failure."""
+
+
+def _api_error(answer: httpx2.Response) -> ApiError:
+    """Return the error of an answer that is no success."""
+    after = answer.headers.get("retry-after", "")
+    try:
+        error = answer.json()["error"]
+        values = {name: error[name] for name in ("message", "type", "param", "code")}
+    except (ValueError, TypeError, KeyError):  # the answer of another server, such as a proxy in between
+        values = {"message": " ".join(answer.text.split())[:200] or answer.reason_phrase}
+    values |= {"request_id": answer.headers.get("x-request-id")}
+    return ApiError(answer.status_code, **values, retry_after_s=float(after) if after.isdecimal() else 0.0)
+
+
+class _Attempts:
+    """The attempts of one call within its time-out."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._made = 0
+
+    def start(self) -> float:
+        """Count an attempt; return the seconds that it may take."""
+        self._made += 1
+        return max(self._deadline - time.monotonic(), 0.001)
+
+    def pause_after(self, error: httpx2.TransportError | ApiError) -> float:
+        """Return the seconds until the next attempt; raise if no attempt is left."""
+        least = error.retry_after_s if isinstance(error, ApiError) else 0.0
+        pause = least + random.uniform(0, min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (self._made - 1)))
+        retried = not isinstance(error, ApiError) or error.status in RETRIED_STATUS
+        if retried and time.monotonic() + pause < self._deadline:
+            return pause
+        if isinstance(error, ApiError):
+            raise error
+        reason = str(error) or type(error).__name__
+        raise Unreachable(f"no answer within {self._timeout_s:g} s (attempts: {self._made}): {reason}") from error
 
 
 @dataclass(frozen=True)
@@ -47,72 +118,6 @@ class Embeddings:
     model: str
     tokens: int
     """Tokens that the model read."""
-
-
-@dataclass(frozen=True)
-class Hit:
-    """A passage that a search found."""
-
-    id: str
-    score: float
-    """Cosine similarity of query and passage; with `exclude` or `hybrid`, a score that compares these hits only."""
-    text: str
-    metadata: Mapping[str, Metadata]
-    rerank_score: float | None = None
-    """Relevance by the reranker; None: the hit was not re-ranked."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """The answer to one query, from one model and one version of the index."""
-
-    hits: Sequence[Hit]
-    """Best first."""
-    model: str
-    index_version: str
-    sequence: int
-    """Sequence number of the last document change that the answer includes."""
-    encode_ms: float
-    search_ms: float
-    missing_shards: Sequence[str]
-    """Shards that did not answer; empty unless `allow_partial` was set."""
-    explanation: Explanation | None = None
-    """With `explain` only."""
-    notes: Sequence[str] = ()
-    """What the answer lacks that was asked for, and why, a sentence each."""
-
-
-@dataclass(frozen=True)
-class Document:
-    """A passage with its id and metadata."""
-
-    id: str
-    text: str
-    metadata: Mapping[str, Metadata] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Model:
-    """A served model and the index that it searches."""
-
-    id: str
-    dimension: int
-    encoder: str
-    """Fingerprint of the encoder."""
-    index_version: str
-    passages: int
-    metadata: Mapping[str, str]
-    """Metadata field -> its type."""
-    writable: bool
-
-
-@dataclass(frozen=True)
-class Collection:
-    """A collection of an API with several indexes."""
-
-    name: str
-    model: Model
-    """Its model and its index."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ class _Request(Generic[T]):
     def result(self, answer: httpx2.Response) -> T:
         """Read the answer; raise ApiError unless it is a success."""
         if not answer.is_success:
-            error = api_error(answer)
+            error = _api_error(answer)
             if error.code is not None and error.code == self.none_code:
                 return self.read(None)
             raise error
@@ -170,32 +175,6 @@ def _embed(
     return _Request("POST", "/v1/embeddings", read, body)
 
 
-def _search_many(
-    queries: Sequence[str],
-    instruction: str | Sequence[str | None] | None = None,
-    *,
-    top_k: int = 10,
-    filter: Mapping[str, Any] | None = None,
-    exclude: bool | None = None,
-    hybrid: float | None = None,
-    allow_partial: bool = False,
-    min_sequence: int | None = None,
-    rerank: bool | None = None,
-    model: str | None = None,
-    collection: str | None = None,
-    explain: bool = False,
-) -> _Request[list[Found]]:
-    """Search for at most 64 queries at once, with one instruction for all or one each.
-
-    The other arguments and errors are those of `search`; `explain` takes one query. Returns one `Found` per query, in their order.
-    """
-    each = instruction if instruction is None or isinstance(instruction, str) else list(instruction)
-    body = {"query": _list("queries", queries), "top_k": top_k, "allow_partial": allow_partial}
-    rest = {"filter": filter, "exclude": exclude, "hybrid": hybrid, "min_sequence": min_sequence, "rerank": rerank}
-    body |= _without_none({"instruction": each, "model": model, **rest}) | ({"explain": True} if explain else {})
-    return _Request("POST", _path("search", collection), _read_results, body)
-
-
 def _search(
     query: str,
     instruction: str | None = None,
@@ -210,7 +189,7 @@ def _search(
     model: str | None = None,
     collection: str | None = None,
     explain: bool = False,
-) -> _Request[Found]:
+) -> _Request[SearchResponse]:
     """Find the passages nearest to a query under an instruction.
 
     Args:
@@ -220,7 +199,7 @@ def _search(
         filter: conditions on metadata fields, such as `{"year": {"gte": 2020}, "language": "en"}`.
         exclude: lower passages that resemble what the instruction excludes; None: as the server is set.
         hybrid: share of BM25 in the score, 0 to 1; None: as the server is set.
-        allow_partial: answer even if some shards do not; see `Found.missing_shards`.
+        allow_partial: answer even if some shards do not; see `missing_shards` of the answer.
         min_sequence: wait until the answer includes the change with this sequence number, which `put` or `delete` returned.
         rerank: re-rank the first hits by the server's reranker; None: the server's default.
         model: must be the name of the served model, if given.
@@ -230,10 +209,27 @@ def _search(
     Raises:
         ApiError, Unreachable: as `embed`.
     """
-    rest: dict[str, Any] = {"exclude": exclude, "hybrid": hybrid, "min_sequence": min_sequence, "rerank": rerank}
-    rest |= {"allow_partial": allow_partial, "collection": collection, "explain": explain, "model": model}
-    many = _search_many([query], instruction, top_k=top_k, filter=filter, **rest)
-    return _Request(many.method, many.path, lambda body: many.read(body)[0], many.body)
+    body = {"query": query, "instruction": instruction, "filter": filter, "exclude": exclude, "hybrid": hybrid}
+    body |= {"min_sequence": min_sequence, "rerank": rerank, "model": model}
+    body = _without_none(body) | {"top_k": top_k, "allow_partial": allow_partial, "explain": explain}
+    return _Request("POST", _path("search", collection), SearchResponse.model_validate, body)
+
+
+def _search_many(
+    queries: Sequence[str], instruction: str | Sequence[str | None] | None = None, **options: Any
+) -> _Request[list[SearchResponse]]:
+    """Search for at most 64 queries at once, with one instruction for all or one each.
+
+    The options and errors are those of `search`; `explain` takes one query. Returns one answer per query, in their order.
+    """
+    each = instruction if instruction is None or isinstance(instruction, str) else list(instruction)
+    one = _search("", **options)
+    body = {**(one.body or {}), "query": _list("queries", queries), "instruction": each}
+
+    def read(body: Any) -> list[SearchResponse]:
+        return [SearchResponse.model_validate({**body, **result}) for result in body["results"]]
+
+    return _Request("POST", one.path, read, body)
 
 
 def _put(documents: Iterable[Document], *, collection: str | None = None) -> _Request[int]:
@@ -261,21 +257,22 @@ def _delete(ids: Iterable[str], *, collection: str | None = None) -> _Request[in
 def _document(id: str, *, collection: str | None = None) -> _Request[Document | None]:
     """Get a document as it is now; None if there is none with this id."""
     path = f"{_path('documents', collection)}/{_quoted(id)}"
-    return _Request("GET", path, lambda body: body and _pick(Document, body), none_code="document_not_found")
+    return _Request(
+        "GET",
+        path,
+        lambda body: body and Document(body["id"], body["text"], body["metadata"]),
+        none_code="document_not_found",
+    )
 
 
 def _models() -> _Request[list[Model]]:
     """List the served models; the API serves one, or several if collections were built by several."""
-    return _Request("GET", "/v1/models", lambda body: [_pick(Model, model) for model in body["data"]])
+    return _Request("GET", "/v1/models", lambda body: list(map(Model.model_validate, body["data"])))
 
 
 def _collections() -> _Request[list[Collection]]:
     """List the collections that the key may use, the default one first."""
-
-    def read(body: Any) -> list[Collection]:
-        return [Collection(one["name"], _pick(Model, one["model"])) for one in body["data"]]
-
-    return _Request("GET", "/v1/collections", read)
+    return _Request("GET", "/v1/collections", lambda body: list(map(Collection.model_validate, body["data"])))
 
 
 def _path(what: str, collection: str | None) -> str:
@@ -285,19 +282,6 @@ def _path(what: str, collection: str | None) -> str:
 def _quoted(part: str) -> str:
     """Return a part of a path; `..` as it is would mean the path above."""
     return quote(part, safe="").replace(".", "%2E")
-
-
-def _read_results(body: Any) -> list[Found]:
-    told = body.get("explanation")  # servers before 0.3 have none
-    explanation = None if told is None else Explanation.model_validate(told)
-    common = body | body["timings"] | {"explanation": explanation}
-    return [_pick(Found, common | {"hits": [_pick(Hit, hit) for hit in result["hits"]]}) for result in body["results"]]
-
-
-def _pick(answer: type[T], body: Mapping[str, Any]) -> T:
-    """Make a dataclass from the fields of a JSON object; unknown fields are ignored, and missing ones may have a default."""
-    names = [field.name for field in fields(answer)]  # type: ignore[arg-type]
-    return answer(**{name: body[name] for name in names if name in body})
 
 
 def _list(name: str, texts: Sequence[str]) -> list[str]:
@@ -379,7 +363,7 @@ class Client:
         self._http.close()
 
     def _send(self, request: _Request[T]) -> T:
-        attempts = Attempts(self._timeout_s)
+        attempts = _Attempts(self._timeout_s)
         while True:
             try:
                 answer = self._http.request(request.method, request.path, json=request.body, timeout=attempts.start())
@@ -422,7 +406,7 @@ class AsyncClient:
         await self._http.aclose()
 
     async def _send(self, request: _Request[T]) -> T:
-        attempts = Attempts(self._timeout_s)
+        attempts = _Attempts(self._timeout_s)
         while True:
             try:
                 answer = await self._http.request(

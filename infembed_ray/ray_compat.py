@@ -96,19 +96,6 @@ waits until the caller has the answer, and answers nobody else meanwhile. If the
 declares the node dead: 10 s to a minute."""
 
 
-def tracing_environment(processors: str) -> dict[str, str]:
-    """Return the environment in which Serve's processes make spans.
-
-    Args:
-        processors: import path of a function that returns their span processors.
-    """
-    return {
-        "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": processors,
-        # Serve's processes would each sample requests without a trace; with 0 they only follow the trace of a call.
-        "RAY_SERVE_TRACING_SAMPLING_RATIO": "0",
-    }
-
-
 def haproxy_environment(client_timeout_s: float) -> dict[str, str]:
     """Return the environment of a Serve controller that puts HAProxy before the ingress replicas."""
     return {

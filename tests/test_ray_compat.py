@@ -114,7 +114,6 @@ def test_serve_reads_every_variable_that_we_set() -> None:
         *ray_compat.SINGLE_EVENT_LOOP,
         *ray_compat.haproxy_environment(60.0),
         *ray_compat.haproxy_ports(1, 2),
-        *ray_compat.tracing_environment("module:function"),
     }
     assert [name for name in variables if f'"{name}"' not in text] == []
 

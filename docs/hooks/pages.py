@@ -131,8 +131,9 @@ def commands_page() -> str:
 
 
 def _commands_page() -> str:
-    subparsers = cli._parser()._subparsers._group_actions[0]  # type: ignore[union-attr]
-    helps = {action.dest: action.help for action in subparsers._choices_actions}
+    parsers: dict[str, Any] = {}
+    for parser in (cli._parser(), cli._parser_of_two_words()):
+        parsers |= parser._subparsers._group_actions[0].choices  # type: ignore[union-attr, operator]
     lines = [
         "# Commands\n",
         "`infembed VERB --help` prints this for one verb. Verbs with settings take `--config FILE` and `key=value`; "
@@ -141,11 +142,11 @@ def _commands_page() -> str:
         "|---|---|---|",
     ]
     plain = []
-    for name, parser in subparsers.choices.items():  # type: ignore[union-attr]
+    for name, parser in sorted(parsers.items()):
         page = name.split()[0]
         has_settings = name in (*cli.VERBS, *cli.MAINTENANCE, "plan")
         link = f"[{page}](settings/{page}.md)" if has_settings else f"[arguments](#{name.replace(' ', '-')})"
-        lines.append(f"| `infembed {name}` | {helps[name]} | {link} |")
+        lines.append(f"| `infembed {name}` | {parser.description} | {link} |")
         if not has_settings:
             plain.append(f"\n## {name}\n\n```text\n{parser.format_help().strip()}\n```\n")
     return "\n".join(lines + plain) + "\n"

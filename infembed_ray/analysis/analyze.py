@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,10 @@ from infembed_ray.analysis.summary import QualityReport, as_text, summarise
 from infembed_ray.analysis.texts import TextSet
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.progress import say, track
+from infembed_ray.progress import counted, say, track
 from infembed_ray.records.tables import write_lines
 from infembed_ray.storage import durable
+from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place, place_of, read_binary
 from infembed_ray.storage.steps import Published, Step, find_input
 
@@ -242,3 +243,24 @@ def _plain(report: QualityReport) -> dict[str, Any]:
     for covered in (each for coverage in plain["coverages"] for each in coverage["sets"]):
         del covered["points"]
     return plain
+
+
+def describe(settings: AnalyzeSettings) -> Iterator[str]:
+    """Yield what a run would do, line by line; InputError as `prepare`."""
+    files, step = prepare(settings)
+    if (yield from state(step)):
+        return
+    given = read(settings, files)
+    records = given.records
+    yield f"records: {len(records.kept):,} kept, {len(records.rejected):,} rejected, {len(records.dead_letter):,} dead letters"
+    if given.compared or given.evaluations:
+        others, evaluations = (
+            counted(len(given.compared), "other set"),
+            counted(len(given.evaluations), "evaluation set"),
+        )
+        yield f"compared with {others} and {evaluations}"
+    if given.references:
+        yield f"agreement: {counted(len(given.references), 'reference rater')}"
+    if given.rating is not None:
+        calls = len(given.rating.items) * len(settings.agreement.raters)
+        yield f"calls: {calls:,} at most, if no answer is malformed or journaled"

@@ -1,32 +1,71 @@
-"""Settings for people and editors: the help of a verb and of a section, a filled-in YAML file, a JSON Schema."""
+"""Settings for people: the help of a verb and of a section, a filled-in YAML file."""
 
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 
 from infembed_ray.config.base import Settings, nearest, settings_classes
+from infembed_ray.config.verbs import Verb, project_files
 from infembed_ray.errors import InputError
 
+_BOUNDS = {"ge": "minimum {:g}", "gt": "above {:g}", "le": "maximum {:g}", "lt": "below {:g}"}
 _NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false"}
 
 
-def overview(settings: type[Settings], prefix: str = "", holder: Any = None) -> Iterator[str]:
-    """Describe every setting in a line, nested ones after the setting that holds them; defaults are written as YAML.
+def overview(verb: Verb, name: str) -> Iterator[str]:
+    """Describe every setting of a verb in a line: required ones, common ones, others, then the sections.
+
+    Common settings are those of `jobs/configs/VERB.yaml`. A section is a setting that holds other settings.
 
     Args:
-        prefix: of their names.
-        holder: default of the setting that holds them.
+        name: of the verb, in words.
     """
-    for name, field in settings.model_fields.items():
-        yield f"  {prefix + name:<22} {field.description} ({_default(name, field, holder)})"
-        if inner := settings_classes(field.annotation):
-            yield from overview(inner[0], f"{prefix}{name}.{_label(field.annotation)}", field.default)
+    fields = verb.settings.model_fields
+    file = project_files() / "jobs" / "configs" / f"{name}.yaml"
+    usual = set(yaml.safe_load(file.read_text(encoding="utf-8")) or {}) if file.is_file() else set()
+    sections = [key for key, field in fields.items() if settings_classes(field.annotation)]
+    plain = [key for key in fields if key not in sections]
+    required = [key for key in fields if fields[key].is_required()]
+    common = [key for key in plain if key in usual and key not in required]
+    others = [key for key in plain if key not in usual and key not in required]
+    yield from _group("required settings", required, fields)
+    yield from _group("common settings", common, fields)
+    yield from _group("other settings", others, fields)
+    for key in sections:
+        field = fields[key]
+        yield f"\n{key}: {field.description} ({_default(key, field, None)})"
+        inner, prefix = settings_classes(field.annotation)[0], f"{key}.{_label(field.annotation)}"
+        yield from _lines(inner.model_fields, inner.model_fields, prefix, field.default)
+    yield f"\ninfembed {name} --help SECTION describes a setting or a section with types and limits."
+    yield from [f"example: infembed {verb.example}"] if verb.example else []
+
+
+def _group(title: str, names: list[str], fields: dict[str, Any]) -> Iterator[str]:
+    if names:
+        yield f"\n{title}:"
+        yield from _lines(names, fields, "", None)
+
+
+def _lines(names: Iterable[str], fields: dict[str, Any], prefix: str, holder: Any) -> Iterator[str]:
+    """Describe settings in a line each; `holder` is the default of the setting that holds them."""
+    for name in names:
+        field = fields[name]
+        facts = ", ".join(filter(None, [_default(name, field, holder), _limits(field)]))
+        yield f"  {prefix + name:<22} {field.description} ({facts})"
+        for inner in settings_classes(field.annotation)[:1] if prefix else []:
+            own = f"{prefix}{name}.{_label(field.annotation)}"
+            yield from _lines(inner.model_fields, inner.model_fields, own, field.default)
+
+
+def _limits(field: Any) -> str:
+    """Return the minimum and maximum of a number."""
+    bounds = {name: getattr(limit, name) for limit in field.metadata for name in _BOUNDS if hasattr(limit, name)}
+    return ", ".join(text.format(bounds[name]) for name, text in _BOUNDS.items() if name in bounds)
 
 
 def section(settings: type[Settings], verb: str, name: str) -> str:
@@ -55,7 +94,7 @@ def section(settings: type[Settings], verb: str, name: str) -> str:
     assert field is not None
     path = ".".join(walked)
     lines = [
-        f"{path}: {describe_type(field.annotation)}, {_default(walked[-1], field, holder)}",
+        f"{path}: {_facts(walked[-1], field, holder)}",
         f"  {field.description}",
     ]
     prefix = f"{path}.{_label(field.annotation) if len(walked) == 1 else ''}"
@@ -63,7 +102,7 @@ def section(settings: type[Settings], verb: str, name: str) -> str:
         lines += ["", f"{cls.__name__}: {inspect.cleandoc(cls.__doc__ or '')}"]
         for key, inner in cls.model_fields.items():
             lines += [
-                f"  {prefix}{key}: {describe_type(inner.annotation)}, {_default(key, inner, field.default)}",
+                f"  {prefix}{key}: {_facts(key, inner, field.default)}",
                 f"      {inner.description}",
             ]
     return "\n".join(lines)
@@ -74,31 +113,9 @@ def as_yaml(settings: Settings) -> str:
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
-def as_schema(settings: type[Settings], verb: str) -> str:
-    """Write the JSON Schema of a verb's YAML file; required settings may also be given on the command line."""
-    schema = _without_required(settings.model_json_schema())
-    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": verb}, indent=2)
-
-
-def _without_required(schema: Any) -> Any:
-    """Drop `required` at all levels, and allow a value to fit several forms: a retriever's mapping also fits a baseline's."""
-    if isinstance(schema, list):
-        return [_without_required(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        "anyOf" if key == "oneOf" else key: _without_required(value)
-        for key, value in schema.items()
-        if not (key == "required" and isinstance(value, list))
-    }
-
-
-def names(settings: type[Settings], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all settings that have a fixed name."""
-    for name, field in settings.model_fields.items():
-        yield f"{prefix}{name}"
-        if (inner := settings_classes(field.annotation)) and not _label(field.annotation):
-            yield from names(inner[0], f"{prefix}{name}.")
+def _facts(name: str, field: Any, holder: Any) -> str:
+    """Return type, default and limits of a setting."""
+    return ", ".join(filter(None, [describe_type(field.annotation), _default(name, field, holder), _limits(field)]))
 
 
 def describe_type(

@@ -1,251 +1,335 @@
-"""`infembed runs`, `status` and `lineage`: which outputs there are, how far a run is, and what an output was made from.
+"""`infembed runs`: which outputs there are, how far a run is, what an output was made from, and which can be removed.
 
-They read manifests, and `status` also the states of unfinished runs."""
+The verbs read manifests and the states of unfinished runs; `runs promote` writes an alias, and `runs clean --yes` removes.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import urllib.request
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from infembed_ray.errors import InputError
 from infembed_ray.progress import say
-from infembed_ray.storage.leases import is_held
+from infembed_ray.storage import releases
+from infembed_ray.storage.leases import is_held, lease
 from infembed_ray.storage.object_store import Folder, is_uri
-from infembed_ray.storage.places import Place, address, errors_at, listing, place_of, read_json, read_text
-from infembed_ray.storage.releases import followed
+from infembed_ray.storage.places import (
+    Place,
+    address,
+    clear,
+    delete,
+    errors_at,
+    listing,
+    place_of,
+    read_json,
+    read_text,
+)
 from infembed_ray.storage.run_state import SUFFIX
 from infembed_ray.storage.steps import LATEST, MANIFEST, open_place, resolve
 
-PARTIAL = ".partial"
 NEXT = {
     "synthesize": "infembed analyze records={0}  or  infembed train records={0} model=...",
     "train": "infembed evaluate models.trained={0} records=...  or  infembed index model={0} corpus=...",
     "index": "infembed serve index={0}",
-    "release": "infembed promote {0} ALIAS.release",
+    releases.RELEASE: "infembed runs promote {0} ALIAS.release",
 }
 """Stage -> commands that take its output."""
-KEY_VARIABLE = "INFEMBED_API_KEY"
-"""Environment variable with the API key, as for `client.Client`."""
-HTTP_TIMEOUT_S = 10.0
+FINISHED, RUNNING, FAILED, INTERRUPTED = "finished", "running", "failed", "interrupted"
+_WORK = re.compile(r"\.(?P<lease>.+)\.(partial|encoded)")
+"""Folder in which a run works, with the name of the lease that the run holds."""
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
-class Run:
-    """A published output: where it is, and its manifest."""
+class RunEntry:
+    """A run: finished, with an output, or unfinished."""
 
+    state: str
+    stage: str
+    identity: str
     address: str
-    manifest: Mapping[str, Any]
+    size: int = 0
+    """Bytes of its files."""
+    latest: bool = False
+    created: str = ""
+    seconds: float = 0.0
+    commit: str = ""
+    usd: float = 0.0
+    gates: Mapping[str, Any] = field(default_factory=dict)
+    """Limits that the output had to keep."""
+    progress: str = ""
+    error: str = ""
+    next: str = ""
+    inputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Name -> address and fingerprint."""
 
     @property
     def title(self) -> str:
-        """Stage, identity, time, code and cost in one line."""
-        code = self.manifest.get("provenance", {}).get("code", {})
-        commit = (code.get("commit") or "")[:12] + ("+" if code.get("uncommitted") else "")
-        parts = [f"{self.manifest['stage']} {self.manifest['identity']}", str(self.manifest["created"])]
-        parts += [f"{self.manifest['seconds']:,.0f} s", *([f"commit {commit}"] if commit else [])]
-        parts += [f"{self.manifest['usd']:.2f} USD"] if self.manifest.get("usd") else []
-        return "  ".join(parts)
+        """Stage, identity, time, code, cost, size and address in one line."""
+        parts = [f"{self.stage} {self.identity}", self.created]
+        parts += [f"{self.seconds:,.0f} s"] if self.seconds else []
+        parts += [f"commit {self.commit}"] if self.commit else []
+        parts += [f"{self.usd:.2f} USD"] if self.usd else []
+        parts += [_readable(self.size)] if self.size else []
+        return "  ".join([*filter(None, parts), self.address, *(["latest"] if self.latest else [])])
 
-    def inputs(self) -> Iterator[tuple[str, str]]:
-        """Yield name and address of every input, those of a release being the outputs of its stages."""
-        for stage, made in self.manifest.get("stages", {}).items():
-            yield stage, made["address"]
-        for name, entry in self.manifest["inputs"].items():
-            if entry["path"] != entry["fingerprint"]:  # else it is a value, not a file
-                yield name, entry["path"]
+    def lines(self) -> Iterator[str]:
+        """Yield the title and, indented, what is left to do."""
+        yield f"{self.state}  {self.title}"
+        for name in ("progress", "error", "next"):
+            if value := getattr(self, name):
+                yield f"  {name}: {value}"
 
 
-def print_runs(directory: str) -> None:
-    """Print every output below a directory or URI, the newest last, and the unfinished ones.
+def print_runs(directory: str, json: bool = False) -> None:
+    """Print every output below a directory or URI, the newest last, and the unfinished runs.
 
     Raises:
         InputError: there is no such directory, or no output in it.
     """
-    place = open_place(directory, "DIR")
-    with errors_at(place, "DIR"):
-        names = listing(place) if isinstance(place, Folder) or place.is_dir() else {}
-        found = sorted(_runs(place, names), key=_created)
-        newest = {address((place / name).parent): read_text(place / name) for name in names if _last(name) == LATEST}
-    unfinished = sorted({part for name in names for part in _partial(name)})
-    if not found and not unfinished:
+    runs = runs_below(open_place(directory, "DIR"))
+    if not runs:
         raise InputError.of(
             "DIR", directory, "has no output of a stage", "give the `output` of a stage or of a pipeline"
         )
-    for run in found:
-        folder = address(place_of(run.address).parent)
-        mark = "  latest" if (newest.get(folder) or "").strip() == run.manifest["identity"] else ""
-        say(f"{run.title}  {run.address}{mark}")
-    for name in unfinished:
-        say(f"unfinished  {address(place / name)}: running, or interrupted; the same command resumes it")
+    _print([asdict(run) for run in runs], (line for run in runs for line in run.lines()), json)
 
 
-def print_status(output: str) -> None:
-    """Print the state of an output, or of the newest output and the unfinished ones of each stage below a directory.
-
-    Raises:
-        InputError: there is neither an output nor an unfinished one.
-    """
-    if (run := _run_at(output)) is not None:
-        return _print_finished(run)
-    place = open_place(output, "RUN")
-    with errors_at(place, "RUN"):
-        names = listing(place) if isinstance(place, Folder) or place.is_dir() else {}
-        newest = {str(run.manifest["stage"]): run for run in sorted(_runs(place, names), key=_created)}
-        states = [place / name for name in names if name.endswith(SUFFIX) and not list(_partial(name))]
-        for run in newest.values():
-            _print_finished(run)
-        for file in states:
-            _print_unfinished(file)
-    if not newest and not states:
-        raise InputError.of("RUN", output, "has no output, finished or not", "list them with `infembed runs DIR`")
-
-
-def _print_finished(run: Run) -> None:
-    say(f"finished  {run.title}  {run.address}")
-    if command := NEXT.get(run.manifest["stage"]):
-        say(f"  next: {command.format(run.address)}")
-
-
-def _print_unfinished(file: Place) -> None:
-    """Print the state of a run from its file. A stage without an error that holds no lease was killed; a pipeline has none."""
-    state = read_json(file)
-    running = is_held(file.parent, state["run"])
-    ended = "unfinished" if state["stage"] == "pipeline" else "interrupted"
-    what = "running" if running else "failed" if state["error"] else ended
-    where = f"process {state['pid']} on {state['host']}"
-    say(f"{what}  {state['stage']} {state['run']}  began {state['began']}, {where}, updated {state['updated']}")
-    for name in ("progress", "error"):
-        if state[name]:
-            say(f"  {name}: {state[name]}")
-    if not running:
-        say(f"  next: {state['command']}  resumes it")
-
-
-def print_lineage(output: str, root: str | None, collection: str | None = None) -> None:
-    """Print what an output was made from, back to the first inputs.
+def print_run(run_address: str, json: bool = False) -> None:
+    """Print a run, and for a finished one what it was made from, back to the first inputs.
 
     Args:
-        output: an output, its directory with a `latest`, or the URL of an API of `infembed serve`.
-        root: directory or URI with the outputs, of which the API's index is found; only for a URL.
-        collection: of the API, whose index it is; None: the default one. Only for a URL.
+        run_address: of a finished or an unfinished output, an alias, or a directory whose `latest` names an output.
 
     Raises:
-        InputError: there is no such output, or the API's index is not below the root.
+        InputError: there is no such run.
     """
-    is_api = output.startswith(("http://", "https://"))
-    if collection is not None and not is_api:
-        raise InputError.of(
-            "--collection", collection, f"RUN={output} is no API", "give its URL, or leave out the option"
-        )
-    start = _served(output, root, collection) if is_api else _run_at(output)
-    if start is None:
-        raise InputError.of(
-            "RUN", output, f"not a published output (no {MANIFEST})", "list them with `infembed runs DIR`"
-        )
-    for line in lines(start):
-        say(line)
+    place = place_of(releases.followed(run_address, "RUN"))
+    with errors_at(place, "RUN"):
+        run = run_at(address(place)) or _unfinished_at(place)
+        if run is None:
+            raise InputError.of("RUN", run_address, "is no output of a stage", "list them with `infembed runs DIR`")
+        below = listing(place_of(run.address))
+    run, ancestry = replace(run, size=sum(below.values())), list(_ancestry(run))
+    lines = [*run.lines(), *([f"  gates: {run.gates}"] if run.gates else [])]
+    lines += [f"{'  ' * made['depth']}{made['name']}: {made['title']}" for made in ancestry]
+    _print({**asdict(run), "ancestry": ancestry}, iter(lines), json)
 
 
-def lines(run: Run, name: str = "", depth: int = 0) -> Iterator[str]:
-    """Yield a line for an output and, indented, for each of its inputs and theirs."""
-    indent = "  " * depth
-    yield f"{indent}{name}{': ' if name else ''}{run.title}  {run.address}"
-    for own, path in run.inputs():
-        made = _run_at(path)
-        if made is not None:
-            yield from lines(made, own, depth + 1)
-        else:
-            fingerprint = run.manifest["inputs"].get(own, {}).get("fingerprint", "")
-            yield f"{indent}  {own}: {path}  {fingerprint}{'' if _exists(path) else '  (no longer there)'}"
+def promote(release: str, alias: str, json: bool = False) -> None:
+    """Let an alias name a release; InputError as `releases.promote`."""
+    before, now = releases.promote(release, alias)
+    text = f"{alias} names {now}{f', before {before}' if before else ''}"
+    _print({"alias": alias, "release": now, "before": before}, iter([text]), json)
 
 
-def _created(run: Run) -> str:
-    return str(run.manifest["created"])
+def clean(directory: str, yes: bool = False, json: bool = False) -> None:
+    """Print stale partial outputs and old versions that nothing names; remove them if `yes`.
+
+    A partial output is stale if no run holds its lease. An old version is kept if it is the latest or a release, if an alias
+    below the directory or a release names it, if a run holds its lease, or if a kept output was made from it.
+
+    Raises:
+        InputError: there is no such directory, or a run took the lease of an output that was to be removed.
+    """
+    root = open_place(directory, "DIR")
+    with errors_at(root, "DIR"):
+        names = listing(root) if isinstance(root, Folder) or root.is_dir() else {}
+        if not names:
+            raise InputError.of("DIR", directory, "has no files", "give the `output` of a stage or of a pipeline")
+        removable = [*_stale(root, names), *_old(root, names)]
+        for entry in removable if yes else []:
+            _remove(place_of(entry["address"]), entry["lease"])
+    done = "removed" if yes else "can be removed"
+    lines = [f"{done}  {entry['what']}  {_readable(entry['size'])}  {entry['address']}" for entry in removable]
+    total = _readable(sum(entry["size"] for entry in removable))
+    lines.append(
+        f"{done}: {total} of {len(removable)} outputs" + ("" if yes or not removable else "; --yes removes them")
+    )
+    _print([{**entry, "removed": yes} for entry in removable], iter(lines), json)
 
 
-def _runs(place: Place, names: Mapping[str, int]) -> Iterator[Run]:
+# ------------------------------------------------------------------------------------------------------------ finding
+
+
+def runs_below(place: Place) -> list[RunEntry]:
+    """Return the finished runs below a place, the oldest first, then the unfinished ones."""
+    with errors_at(place, "DIR"):
+        names = listing(place) if isinstance(place, Folder) or place.is_dir() else {}
+        finished = sorted(_finished(place, names), key=lambda run: run.created)
+        states = [place / name for name in names if name.endswith(SUFFIX) and not _in_work(name)]
+        unfinished = [_unfinished(file, names) for file in states]
+        recorded = {run.identity for run in unfinished}
+        for work in sorted({part for name in names if (part := _in_work(name))}):
+            held = PurePosixPath(work).name
+            match = _WORK.fullmatch(held)
+            assert match is not None
+            if match["lease"] not in recorded:
+                where = place / work
+                state = RUNNING if is_held(where.parent, match["lease"]) else INTERRUPTED
+                unfinished.append(RunEntry(state, "unfinished", match["lease"], address(where)))
+    return [*finished, *unfinished]
+
+
+def _finished(place: Place, names: Mapping[str, int]) -> Iterator[RunEntry]:
     for name in names:
-        if _last(name) == MANIFEST and not list(_partial(name)):
-            folder = str(PurePosixPath(name).parent)
-            if run := _read(place if folder == "." else place / folder):
-                yield run
+        path = PurePosixPath(name)
+        if path.name == MANIFEST and not _in_work(name):
+            where = place if str(path.parent) == "." else place / str(path.parent)
+            if run := _read(where):
+                size = sum(size for other, size in names.items() if PurePosixPath(other).is_relative_to(path.parent))
+                newest = (read_text(place / str(path.parent.parent / LATEST)) or "").strip()
+                yield replace(run, size=size, latest=newest == run.identity)
 
 
-def _read(place: Place) -> Run | None:
+def _read(place: Place) -> RunEntry | None:
     """Read the output at a place; None if it has no manifest, or another file of that name."""
     try:
         manifest = json.loads(read_text(place / MANIFEST) or "null")
     except ValueError:
         return None
-    known = isinstance(manifest, dict) and {"stage", "identity", "created", "seconds", "inputs"} <= manifest.keys()
-    return Run(address(place), manifest) if known else None
+    if not (isinstance(manifest, dict) and {"stage", "identity", "created", "seconds", "inputs"} <= manifest.keys()):
+        return None
+    code, settings = manifest.get("provenance", {}).get("code", {}), manifest.get("settings", {})
+    inputs = {stage: {"address": made["address"]} for stage, made in manifest.get("stages", {}).items()}
+    inputs |= {
+        name: {"address": entry["path"], "fingerprint": entry["fingerprint"]}
+        for name, entry in manifest["inputs"].items()
+        if entry["path"] != entry["fingerprint"]  # else it is a value, not a file
+    }
+    return RunEntry(
+        state=FINISHED,
+        stage=manifest["stage"],
+        identity=manifest["identity"],
+        address=address(place),
+        created=str(manifest["created"]),
+        seconds=manifest["seconds"],
+        commit=(code.get("commit") or "")[:12] + ("+" if code.get("uncommitted") else ""),
+        usd=manifest.get("usd") or 0.0,
+        gates={name: limit for name, limit in (settings.get("gates") or {}).items() if limit is not None},
+        next=NEXT.get(manifest["stage"], "").format(address(place)),
+        inputs=inputs,
+    )
 
 
-def _run_at(value: str) -> Run | None:
-    """Return the output at an address, or the one that `latest` names there."""
-    place = place_of(followed(value, "RUN"))
+def run_at(value: str) -> RunEntry | None:
+    """Return the finished run at an address, or the one that `latest` names there."""
+    place = place_of(value)
     with errors_at(place, "RUN"):
         if isinstance(place, Path):
             place = resolve(place)
-        elif found := (read_text(place / LATEST) or "").strip():
-            place = place / found
+        elif newest := (read_text(place / LATEST) or "").strip():
+            place = place / newest
         return _read(place)
 
 
-def _served(url: str, root: str | None, collection: str | None) -> Run | None:
-    """Find the index of a collection that an API serves."""
-    if root is None:
-        raise InputError(
-            "--root is missing: give the directory or URI with the outputs; an API does not tell where it is"
-        )
-    key = os.environ.get(KEY_VARIABLE)
-    request = urllib.request.Request(
-        f"{url.rstrip('/')}/v1/{'models' if collection is None else 'collections'}",
-        headers={"Authorization": f"Bearer {key}"} if key else {},
+def _unfinished_at(place: Place) -> RunEntry | None:
+    file = place.parent / f".{place.name}{SUFFIX}"
+    return _unfinished(file, {}) if read_text(file) is not None else None
+
+
+def _unfinished(file: Place, names: Mapping[str, int]) -> RunEntry:
+    """Return a run from its state. A run without an error that holds no lease was killed; a pipeline holds none."""
+    state = read_json(file)
+    running = is_held(file.parent, state["run"])
+    what = RUNNING if running else FAILED if state["error"] else INTERRUPTED
+    return RunEntry(
+        state=what,
+        stage=state["stage"],
+        identity=state["run"],
+        address=address(file.parent / state["run"]),
+        created=f"began {state['began']}, process {state['pid']} on {state['host']}, updated {state['updated']}",
+        progress=state["progress"],
+        error=state["error"] or "",
+        next="" if running else f"{state['command']}  resumes it",
     )
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with direct.open(request, timeout=HTTP_TIMEOUT_S) as answer:
-            data = json.load(answer)["data"]
-            if collection is None:
-                version = data[0]["index_version"]
-            else:
-                versions = {entry["name"]: entry["model"]["index_version"] for entry in data}
-                version = versions.get(collection)
-    except (OSError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise InputError.of(
-            "RUN",
-            url,
-            f"does not answer as `infembed serve` does ({error})",
-            f"check the URL, and the key in {KEY_VARIABLE}",
-        ) from None
-    if version is None:
-        raise InputError.of("--collection", collection, f"{url} has {', '.join(versions)}", "give one of them")
-    place = open_place(root, "--root")
-    with errors_at(place, "--root"):
-        runs = list(_runs(place, listing(place)))
-    found = next((run for run in runs if run.manifest["identity"] == version), None)
-    if found is None:
-        raise InputError.of(
-            "--root", root, f"has no index {version}, which {url} serves", "give the directory of its outputs"
+
+
+def _ancestry(run: RunEntry, depth: int = 1) -> Iterator[dict[str, Any]]:
+    """Yield the inputs of a run and theirs, each after the output that was made from it."""
+    for name, entry in run.inputs.items():
+        path = entry["address"]
+        made = run_at(path)
+        exists = is_uri(path) or not path.startswith("/") or Path(path).exists()
+        title = (
+            made.title if made else f"{path}  {entry.get('fingerprint', '')}{'' if exists else '  (no longer there)'}"
         )
-    return found
+        yield {"depth": depth, "name": name, **entry, "title": title}
+        if made is not None:
+            yield from _ancestry(made, depth + 1)
 
 
-def _exists(path: str) -> bool:
-    return is_uri(path) or not path.startswith("/") or Path(path).exists()
+# ----------------------------------------------------------------------------------------------------------- cleaning
 
 
-def _last(name: str) -> str:
-    return PurePosixPath(name).name
+def _stale(root: Place, names: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Yield the work of runs that hold no lease."""
+    for work in sorted({part for name in names if (part := _in_work(name))}):
+        place = root / work
+        match = _WORK.fullmatch(place.name)
+        if match and not is_held(place.parent, match["lease"]):
+            size = sum(size for name, size in names.items() if PurePosixPath(name).is_relative_to(work))
+            yield {"what": "partial output", "address": address(place), "size": size, "lease": match["lease"]}
+    for state in (PurePosixPath(name) for name in names if name.endswith(SUFFIX)):
+        run = state.name.removeprefix(".").removesuffix(SUFFIX)  # in a store, a run writes to its output's folder
+        files = {name: size for name, size in names.items() if PurePosixPath(name).is_relative_to(state.parent / run)}
+        place = root / str(state.parent / run)
+        if files and str(state.parent / run / MANIFEST) not in files and not is_held(place.parent, run):
+            yield {"what": "partial output", "address": address(place), "size": sum(files.values()), "lease": run}
 
 
-def _partial(name: str) -> Iterator[str]:
-    """Yield the folder of an unfinished output that a file is in."""
+def _old(root: Place, names: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Yield the finished outputs that nothing keeps."""
+    runs = {run.address: run for run in _finished(root, names)}
+    aliases = [read_json(root / name) or {} for name in names if name.endswith(releases.ALIAS)]
+    todo = [alias["release"] for alias in aliases if "release" in alias]
+    todo += [where for where, run in runs.items() if run.latest or run.stage == releases.RELEASE]
+    todo += [where for where, run in runs.items() if is_held(place_of(where).parent, run.identity)]
+    kept: set[str] = set()
+    while todo:
+        made = run_at(todo.pop())
+        if made is not None and made.address not in kept:
+            kept.add(made.address)
+            todo += [entry["address"] for entry in made.inputs.values()]
+    for where, run in runs.items():
+        place = place_of(where)
+        if where not in kept and run.identity == place.name and read_text(place.parent / LATEST):
+            what = f"old output of `{run.stage}`"
+            yield {"what": what, "address": where, "size": run.size, "lease": run.identity}
+
+
+def _remove(place: Place, held: str) -> None:
+    """Delete an output and its state while holding its lease."""
+    with lease(place.parent, held, "DIR", place) as still_held:
+        still_held()
+        delete(place / MANIFEST)  # first: without it the output is incomplete
+        clear(place)
+        delete(place.parent / f".{held}{SUFFIX}")
+
+
+def _in_work(name: str) -> str:
+    """Return the folder of an unfinished output that a file is in; empty if it is in none."""
     path = PurePosixPath(name)
-    yield from (str(parent) for parent in path.parents if parent.name.startswith(".") and parent.name.endswith(PARTIAL))
+    return next((str(parent) for parent in path.parents if _WORK.fullmatch(parent.name)), "")
+
+
+# ----------------------------------------------------------------------------------------------------------- printing
+
+
+def _print(values: Any, lines: Iterator[str], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(values, indent=2, ensure_ascii=False))
+        return
+    for line in lines:
+        say(line)
+
+
+def _readable(size: float) -> str:
+    power = 0
+    while size >= 1024 and power < len(_UNITS) - 1:
+        size, power = size / 1024, power + 1
+    return f"{size:.3g} {_UNITS[power]}"

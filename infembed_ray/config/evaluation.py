@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache, reduce
-from operator import or_
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Tag,
+    model_serializer,
+    model_validator,
+)
 
-from infembed_ray.config.base import Settings, _json, runtime_field
+from infembed_ray.config.base import Settings, runtime_field
 from infembed_ray.config.llm import Endpoint, Limits
 from infembed_ray.config.training import Pooling, Template
 
@@ -18,11 +24,10 @@ from infembed_ray.config.training import Pooling, Template
 
 
 class Bm25(Settings):
-    """Tokenization and term weights of BM25."""
+    """Tokenization and term weights of BM25, by bm25s's formula of Lucene."""
 
     k1: float = Field(1.5, ge=0, description="term frequency saturation")
     b: float = Field(0.75, ge=0, le=1, description="document length normalization")
-    variant: Literal["lucene", "robertson", "atire"] = Field("lucene", description="formula, by bm25s's names")
     stemmer: str | None = Field("english", description="language of the Snowball stemmer; null: no stemming")
     stopwords: str | None = Field("en", description="language of bm25s's stopword list; null: no stopwords")
 
@@ -32,11 +37,9 @@ class EmbeddingApi(Settings):
 
     protocol: Literal["openai", "cohere"] = Field("openai", description="/embeddings of OpenAI, or /embed of Cohere")
     endpoint: Endpoint = runtime_field(Endpoint(), description="URL, and the environment variable of the key")
-    limits: Limits = runtime_field(Limits(), description="rate limits and budget")
+    limits: Limits = runtime_field(Limits(), description="rate limits, requests in flight (null: 16) and budget")
     journal: str | None = runtime_field(None, description="directory of the journal, shared by all runs; required")
     prices: str | None = runtime_field(None, description="YAML file with prices that override those of the package")
-    texts_per_request: int = runtime_field(16, ge=1, description="texts per request; at most 96 for Cohere")
-    in_flight: int = runtime_field(16, ge=1, description="requests in flight")
     max_characters: int = Field(20_000, ge=1, description="texts are truncated here, because APIs reject long ones")
 
 
@@ -50,8 +53,8 @@ def _format(*required: str, optional: str | None = None) -> AfterValidator:
     allowed = [*required, optional] if optional else [*required]
 
     def check(text_format: str) -> str:
-        found = placeholders(text_format)
-        if not set(required) <= set(found) <= set(allowed) or len(found) > len(set(found)):
+        used = placeholders(text_format)
+        if not set(required) <= set(used) <= set(allowed) or len(used) > len(set(used)):
             raise ValueError(f"write it with {' and '.join(f'{{{name}}}' for name in allowed)}, each once")
         return text_format
 
@@ -66,67 +69,101 @@ RetrieverKind = Literal[
     "encoder", "sentence_transformers", "api", "bm25", "run", "seq2seq", "classifier", "causal", "random"
 ]
 
+_PROMPTS = ("instructed_query", "plain_query")
+_MODEL = ("model", "revision", "dtype")
+_ADAPTER = ("adapter", "adapter_revision")
+_EMBEDDER = ("passage", "pool_prompt", "dimensions", "query_length", "passage_length")
+_RERANKER = ("passage", "query_length", "pair_length")
+TAKES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "encoder": (
+        ("model",),
+        (*_MODEL, *_ADAPTER, *_PROMPTS, *_EMBEDDER, "template", "pooling", "append_eos", "bidirectional"),
+    ),
+    "sentence_transformers": (("model", *_PROMPTS, "passage"), (*_MODEL, *_EMBEDDER, "normalize")),
+    "api": (("model", *_PROMPTS), ("passage", "dimensions", "api")),
+    "bm25": (_PROMPTS, ("bm25",)),
+    "run": (("runs",), ()),
+    "seq2seq": (("model", *_PROMPTS, "pair", "answers"), (*_MODEL, *_RERANKER)),
+    "classifier": (("model", *_PROMPTS), (*_MODEL, *_RERANKER)),
+    "causal": (("model", *_PROMPTS, "pair", "answers"), (*_MODEL, *_ADAPTER, *_RERANKER)),
+    "random": ((), ("seed",)),
+}
+"""Kind of a retriever -> the settings that it needs, and the further ones that it takes."""
 
-class _Retriever(Settings):
-    """Fields of all kinds of retrievers."""
 
+class RetrieverSettings(Settings):
+    """A retriever. A format is a text with placeholders: `{query}`, `{instruction}`, `{passage}`.
+
+    Each kind takes some of the settings (`TAKES`); others are errors. Values over a baseline are checked together with the
+    baseline's own, in `evaluation.retrievers.baselines.resolve`.
+    """
+
+    kind: RetrieverKind = Field("encoder", description="how the model ranks: docs/guides/retrievers.md has the kinds")
     baseline: str | None = runtime_field(None, description="baseline whose values apply where none are given")
-
-    @classmethod
-    def unknown_key(cls, name: str) -> str:
-        """Say which other kinds have the setting, or which name is nearest."""
-        others = [kind for kind, of_kind in KINDS.items() if name in of_kind.model_fields]
-        return (
-            f"a setting of kind {' or '.join(others)}; drop it or set `kind`" if others else super().unknown_key(name)
-        )
-
-    def identity(self) -> dict[str, Any]:
-        """Return what decides embeddings, scores or rankings.
-
-        Settings of other kinds count with their defaults, because the identities of stored embeddings contain them.
-        """
-        return _defaults() | super().identity()
-
-
-class _Prompted(_Retriever):
-    instructed_query: InstructedFormat = Field(description="format of a query with an instruction")
-    plain_query: QueryFormat = Field(description="format of a query without an instruction")
-
-
-class _Local(_Retriever):
-    model: str = runtime_field(description="checkpoint directory or hub name")
+    model: str = runtime_field(
+        "", description="checkpoint directory or hub name; of a remote embedder the API's model id"
+    )
     revision: str | None = Field(None, description="commit of a hub model; null: the newest")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="precision of the model")
-
-
-class _Adapted(_Local):
     adapter: str | None = runtime_field(None, description="LoRA adapters over `model`: directory or hub name")
     adapter_revision: str | None = Field(None, description="commit of hub adapters; null: the newest")
-
-
-class _Embedder(_Retriever):
-    pool_prompt: bool = Field(True, description="false: leave the text before the query or passage out of the mean")
-    dimensions: int | None = Field(None, ge=1, description="leading components of the embeddings to use; null: all")
-    query_length: int | None = Field(None, ge=1, description="tokens of query and instruction; null: the model's own")
-    passage_length: int | None = Field(None, ge=1, description="tokens of a passage; null: the model's own")
-
-
-class EncoderSettings(_Adapted, _Embedder):
-    """An encoder that `InstructionEncoder` loads."""
-
-    kind: Literal["encoder"] = "encoder"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="precision of the model")
     instructed_query: InstructedFormat | None = Field(
         None, description="format of a query with an instruction; null: the checkpoint's template"
     )
     plain_query: QueryFormat | None = Field(None, description="format of a query without one; null: the checkpoint's")
-    passage: PassageFormat | None = Field(None, description="format of a passage; null: the checkpoint's own")
+    passage: PassageFormat | None = Field(
+        None, description="format of a passage; null: the checkpoint's own, or the passage itself"
+    )
     template: Template | None = Field(None, description="template of a checkpoint that has none, if no formats are set")
     pooling: Pooling = Field("auto", description="from token states to one vector; auto: the checkpoint's own")
     append_eos: bool | None = Field(None, description="end texts with EOS; null: if the last token is pooled")
     bidirectional: bool | None = Field(None, description="bidirectional attention in a decoder; null: by its config")
+    pool_prompt: bool = Field(True, description="false: leave the text before the query or passage out of the mean")
+    normalize: bool = Field(True, description="false: rank by inner products of the embeddings as they are")
+    dimensions: int | None = Field(
+        None, ge=1, description="leading components of the embeddings to use, or dimensions to request; null: all"
+    )
+    query_length: int | None = Field(None, ge=1, description="tokens of query and instruction; null: the model's own")
+    passage_length: int | None = Field(None, ge=1, description="tokens of a passage; null: the model's own")
+    pair_length: int = Field(512, ge=8, description="tokens of a reranker's pair; the passage is truncated first")
+    pair: PairFormat | None = Field(
+        None, description="input of a generative reranker: {query} as its own formats write it, and {passage}"
+    )
+    answers: tuple[str, str] | None = Field(
+        None, description="tokens of a generative reranker's vocabulary for relevant and for irrelevant"
+    )
+    seed: int = Field(0, description="seed of random scores")
+    bm25: Bm25 = Field(Bm25(), description="tokenization and term weights of BM25")
+    api: EmbeddingApi = Field(EmbeddingApi(), description="protocol, endpoint, limits and journal of a remote embedder")
+    runs: tuple[str, ...] = runtime_field(
+        (),
+        description="files in TREC's format, perhaps compressed by gzip, or folders runs/MODEL of an evaluation, with a "
+        "file per task; several are fused by reciprocal ranks",
+    )
 
     @model_validator(mode="after")
-    def _formats_fit_together(self) -> EncoderSettings:
+    def _fits_its_kind(self) -> RetrieverSettings:
+        if self.baseline is not None:
+            return self
+        required, further = TAKES[self.kind]
+        if missing := [name for name in required if not getattr(self, name)]:
+            raise ValueError(f"{missing[0]} is missing: kind={self.kind} needs {' and '.join(missing)}")
+        foreign = type(self).model_fields.keys() - {"kind", "baseline", *required, *further}
+        for name in sorted(name for name in foreign if getattr(self, name) != type(self).model_fields[name].default):
+            kinds = [kind for kind, (needs, takes) in TAKES.items() if name in (*needs, *takes)]
+            raise ValueError(
+                f"{name} is a setting of kind {' or '.join(kinds)}, not of {self.kind}; drop it or set `kind`"
+            )
+        if self.kind == "encoder":
+            self._check_encoder()
+        return self
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is not given: a baseline may have another value than the default."""
+        return {name: value for name, value in dump(self).items() if name in self.model_fields_set}
+
+    def _check_encoder(self) -> None:
         if (self.instructed_query is None) != (self.plain_query is None):
             raise ValueError("give instructed_query and plain_query both, or neither")
         if self.template is not None and self.instructed_query is not None:
@@ -135,150 +172,19 @@ class EncoderSettings(_Adapted, _Embedder):
             raise ValueError("pool_prompt=false: needs formats; give instructed_query and plain_query")
         if not self.pool_prompt and self.pooling not in ("auto", "mean"):
             raise ValueError(f"pool_prompt=false: needs pooling=mean, not {self.pooling}")
-        return self
 
 
-class SentenceTransformersSettings(_Local, _Prompted, _Embedder):
-    """An encoder that only sentence-transformers loads, or whose embeddings are not normalized."""
-
-    kind: Literal["sentence_transformers"]
-    passage: PassageFormat = Field(description="format of a passage")
-    normalize: bool = Field(True, description="false: rank by inner products of the embeddings as they are")
-
-
-class ApiSettings(_Prompted):
-    """A remote embedder."""
-
-    kind: Literal["api"]
-    model: str = runtime_field(description="the API's model id")
-    passage: PassageFormat | None = Field(None, description="format of a passage; null: the passage itself")
-    dimensions: int | None = Field(None, ge=1, description="dimensions to request; null: the model's own")
-    api: EmbeddingApi = Field(EmbeddingApi(), description="protocol, endpoint, limits and journal")
-
-
-class Bm25Settings(_Prompted):
-    """BM25."""
-
-    kind: Literal["bm25"]
-    bm25: Bm25 = Field(Bm25(), description="tokenization and term weights")
-
-
-class RunSettings(_Retriever):
-    """Rankings of another system, or of an earlier evaluation."""
-
-    kind: Literal["run"]
-    runs: tuple[str, ...] = runtime_field(
-        description="files in TREC's format, perhaps compressed by gzip, or folders runs/MODEL of an evaluation, with a "
-        "file per task; several are fused by reciprocal ranks",
-        min_length=1,
-    )
-
-
-class _PairReranker(_Local, _Prompted):
-    passage: PassageFormat | None = Field(None, description="format of a passage; null: the passage itself")
-    query_length: int | None = Field(None, ge=1, description="tokens of query and instruction; null: any number")
-    pair_length: int = Field(512, ge=8, description="tokens of a pair; the passage is truncated first")
-
-
-class ClassifierSettings(_PairReranker):
-    """A reranker that classifies the pair: monoBERT, cross-encoders."""
-
-    kind: Literal["classifier"]
-
-
-class _Answering(_PairReranker):
-    pair: PairFormat = Field(description="input of the model: {query} as its own formats write it, and {passage}")
-    answers: tuple[str, str] = Field(description="tokens of the vocabulary for relevant and for irrelevant")
-
-
-class Seq2SeqSettings(_Answering):
-    """A reranker whose first output token is the answer: monoT5, FLAN-T5."""
-
-    kind: Literal["seq2seq"]
-
-
-class CausalSettings(_Answering, _Adapted):
-    """A reranker whose next token is the answer: FollowIR-7B, Qwen3-Reranker."""
-
-    kind: Literal["causal"]
-
-
-class RandomSettings(_Retriever):
-    """A reranker with random scores."""
-
-    kind: Literal["random"]
-    seed: int = Field(0, description="seed of the scores")
-
-
-class BaselineSettings(Settings):
-    """Values over those of a baseline. They are checked once the baseline's kind is known."""
-
-    model_config = ConfigDict(extra="allow")
-
-    baseline: str | None = runtime_field(None, description="name of the baseline")
-    kind: RetrieverKind | None = Field(None, description="the baseline's kind, if it is given")
-
-
-RetrieverSettings = (
-    EncoderSettings
-    | SentenceTransformersSettings
-    | ApiSettings
-    | Bm25Settings
-    | RunSettings
-    | Seq2SeqSettings
-    | ClassifierSettings
-    | CausalSettings
-    | RandomSettings
-)
-"""Settings of a retriever. A format is a text with placeholders: `{query}`, `{instruction}`, `{passage}`."""
-RerankerSettings = Seq2SeqSettings | ClassifierSettings | CausalSettings
-
-KINDS: Mapping[str, type[_Retriever]] = {
-    get_args(settings.model_fields["kind"].annotation)[0]: settings for settings in get_args(RetrieverSettings)
-}
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    """Identity of a retriever that has the settings of all kinds, each with its default; None where it has none."""
-    defaults: dict[str, Any] = {}
-    for kind in KINDS.values():
-        for name, field in kind.model_fields.items():
-            if not (isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("identity") is False):
-                default = None if field.is_required() else _json(field.default)
-                defaults[name] = default if defaults.get(name) is None else defaults[name]
-    return defaults
-
-
-def _settings_of(given: Mapping[str, Any] | Settings) -> type[Settings]:
-    """Return the class of a retriever's settings: values over a baseline, or settings of its kind."""
-    if isinstance(given, Settings):
-        return type(given)
-    if given.get("baseline") is not None:
-        return BaselineSettings
-    kind = given.get("kind", "encoder")
-    return KINDS.get(str(kind), EncoderSettings if kind is None else BaselineSettings)  # either rejects the kind
-
-
-def retriever_settings(values: Mapping[str, Any], where: str) -> RetrieverSettings | BaselineSettings:
-    """Validate a mapping as settings of its kind (default: encoder), or as values over a baseline.
-
-    Raises:
-        InputError: a value is missing, unknown or wrong; `where` names the mapping.
-    """
-    return _settings_of(values).from_mapping(dict(values), f"{where}.")  # type: ignore[return-value]
-
-
-def _tag(given: Any) -> str:
-    return f"<{(_settings_of(given) if isinstance(given, (Mapping, Settings)) else str).__name__}>"
+def _form(given: Any) -> str:
+    return "<RetrieverSettings>" if isinstance(given, (Mapping, Settings)) else "<str>"
 
 
 if TYPE_CHECKING:
-    NamedRetriever = str | BaselineSettings | RetrieverSettings
-else:
-    _FORMS = (str, BaselineSettings, *KINDS.values())
-    NamedRetriever = Annotated[reduce(or_, (Annotated[f, Tag(f"<{f.__name__}>")] for f in _FORMS)), Discriminator(_tag)]
-"""A retriever by its name, or as a mapping of settings."""
+    NamedRetriever = str | RetrieverSettings
+else:  # tagged, so that an error is about the form that was given
+    NamedRetriever = Annotated[
+        Annotated[str, Tag("<str>")] | Annotated[RetrieverSettings, Tag("<RetrieverSettings>")], Discriminator(_form)
+    ]
+"""A retriever by its name, or its settings."""
 
 
 # ------------------------------------------------------------------------------------------------------ commands
@@ -304,7 +210,7 @@ class EvaluateSettings(Settings):
     tasks: tuple[str, ...] = Field(
         (),
         description="tasks or benchmarks by name (followir/core17, bright), data sets of the hub (mteb/scifact) or of "
-        "ir_datasets (ir_datasets:cranfield), or directories in the layout of mteb, BEIR or TREC",
+        "ir_datasets (ir_datasets:cranfield), or directories in the layout of mteb or BEIR, or files of judgements, for runs",
     )
     measures: tuple[str, ...] = runtime_field(  # the tasks' figures are part of their contents
         (),
@@ -312,7 +218,9 @@ class EvaluateSettings(Settings):
         "records; of other collections the figures beside p-MRR and Robustness@10",
     )
     data: str | None = runtime_field(
-        None, description="mirror made by `infembed data fetch`; null: download from the hub"
+        None,
+        description="directory with data sets of the hub, OWNER/NAME, as `hf download` writes them; null: download them to "
+        "the cache of the hub's client",
     )
     records: str | None = runtime_field(
         None, description="InF-IR records (JSONL, Parquet or a published synthesis output) as a task"

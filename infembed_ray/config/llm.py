@@ -105,7 +105,9 @@ class Endpoint(Settings):
     )
     timeout_s: float = runtime_field(120.0, gt=0, description="seconds until a request is abandoned and retried")
     max_retries: int = runtime_field(
-        6, ge=0, description="retries of 5xx and time-outs before the row becomes a dead letter"
+        6,
+        ge=0,
+        description="retries of 5xx and time-outs before the row becomes a dead letter, while the endpoint answers others",
     )
     probe: bool = runtime_field(
         True,
@@ -115,8 +117,8 @@ class Endpoint(Settings):
     patience_s: float = runtime_field(
         600.0,
         ge=0,
-        description="seconds for which a request that gets 429 is retried before its row is a dead letter, and a call about "
-        "batches that fails before the run ends",
+        description="seconds for which requests are retried while the endpoint gives no answer (429, 5xx, time-out, no "
+        "connection) before the run stops; also for a call about batches",
     )
 
 

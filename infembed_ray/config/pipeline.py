@@ -89,9 +89,7 @@ class PipelineSettings(Settings):
     train: PipelineTraining | None = Field(None, description="records + backbone -> checkpoint")
     evaluate: PipelineEvaluation | None = Field(None, description="models -> tables; `gate` stops the pipeline")
     index: PipelineIndexing | None = Field(None, description="checkpoint + corpus -> index")
-    serve: PipelineServing | None = Field(
-        None, description="index -> HTTP API; `canary` decides whether it is promoted"
-    )
+    serve: PipelineServing | None = Field(None, description="index -> HTTP API; `probes` decide whether it is promoted")
 
     @model_validator(mode="after")
     def _complete(self) -> PipelineSettings:

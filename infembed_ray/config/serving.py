@@ -20,25 +20,6 @@ def collection_name(name: str) -> str:
     return name
 
 
-class CanarySettings(Settings):
-    """Checks of a new release before the API is switched to it; it is rolled back if one fails."""
-
-    share: float = Field(
-        0.0, ge=0, le=0.5, description="share of the searches that the new release answers before the switch; 0: none"
-    )
-    seconds: float = Field(300.0, gt=0, description="seconds during which it answers that share")
-    max_failures: float = Field(
-        0.01, ge=0, le=1, description="most failed searches (share) above the current release's"
-    )
-    max_slowdown: float = Field(1.5, ge=1, description="most p95 latency, as a multiple of the current release's")
-    probes: str | None = Field(
-        None,
-        description="file of queries with their relevant passages (query, instruction, relevant, changed_instruction, changed_relevant) that both releases answer first; null: none",
-    )
-    max_ndcg_drop: float = Field(1.0, ge=0, description="most nDCG@10 (x100) on the probes below the current release's")
-    max_p_mrr_drop: float = Field(2.0, ge=0, description="most p-MRR (x100) on the probes below the current release's")
-
-
 class RankingSettings(Settings):
     """How searches are scored. A request can override `exclude` and `hybrid`."""
 
@@ -59,11 +40,6 @@ class RankingSettings(Settings):
         le=1,
         description="share of BM25 in the score, unless the request says otherwise; needs an index with lexical=true",
     )
-    depth: int = Field(
-        100,
-        ge=1,
-        description="with hybrid, candidates by vector, and as many by words, from every shard; at least top_k",
-    )
 
 
 class RerankSettings(Settings):
@@ -76,7 +52,6 @@ class RerankSettings(Settings):
         None,
         description="late_interaction: an encoder's checkpoint, null: the served one; cross_encoder: a baseline, a mapping of settings as in `models` of `infembed evaluate`, or a directory or hub name of a classifier that reads `{instruction} {query}`",
     )
-    by_default: bool = Field(True, description="re-rank searches that do not say whether to; false: only on request")
     depth: int = Field(50, ge=1, le=1000, description="first hits of every query to re-rank")
     weight: float = Field(
         1.0,
@@ -90,11 +65,6 @@ class RerankSettings(Settings):
     replicas: int = Field(1, ge=1, description="replicas of the reranker")
     cpus: float = Field(1.0, gt=0, description="CPUs and threads per replica")
     gpus: float = Field(0.0, ge=0, description="GPUs per replica")
-    batch_tokens: int = Field(4096, ge=64, description="largest number of tokens in a batch, with padding")
-    max_queue: int = Field(1024, ge=1, description="passages waiting per replica; searches beyond are not re-ranked")
-    cache_mib: int = Field(
-        256, ge=0, description="late_interaction: memory per replica for token vectors of recent passages; 0: none"
-    )
 
 
 class ServeSettings(Settings):
@@ -119,7 +89,7 @@ class ServeSettings(Settings):
         "INFEMBED_API_KEYS", description="environment variable with comma-separated API keys; unset: no key needed"
     )
     api_keys_file: str | None = Field(
-        None, description="file of hashed API keys, written by `infembed key`; read again when it changes"
+        None, description="file of hashed API keys, written by `infembed serve key`; read again when it changes"
     )
     ha_proxy: bool = Field(
         False,
@@ -135,13 +105,9 @@ class ServeSettings(Settings):
     cpus_per_encoder: float = Field(1.0, gt=0, description="CPUs and threads per encoder replica")
     gpus_per_shard: float = Field(0.0, ge=0, description="GPUs per shard replica, for search on GPUs (faiss-gpu)")
     cpus_per_shard: float = Field(0.1, gt=0, description="CPUs per shard replica; each has at least one thread")
-    shard_cache: str | None = Field(
-        None,
-        description="directory of each node (absolute, or in ~) for copies of shards from a store; null: INFEMBED_SCRATCH, or one in /tmp",
-    )
-    runtime: Literal["auto", "torch", "onnx", "vllm"] = Field(
+    runtime: Literal["auto", "torch", "onnx"] = Field(
         "auto",
-        description="runtime of the encoder; auto: the fastest by calibration on CPUs, torch on GPUs; vllm: a decoder split over all `gpus_per_encoder`",
+        description="runtime of the encoder; auto: the fastest by calibration on CPUs, torch on GPUs",
     )
     dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
         "auto", description="precision of the encoder; auto: the fastest by calibration on CPUs, bfloat16 on GPUs"
@@ -161,25 +127,26 @@ class ServeSettings(Settings):
     batch_tokens: int = Field(
         4096, ge=64, description="largest number of tokens in an encoding batch; lowered where that is as fast"
     )
-    max_queue: int = Field(512, ge=1, description="texts waiting per encoder replica; more are rejected with 429")
     request_timeout_s: float = Field(30.0, gt=0, description="time-out of a request, answered with 504")
     max_body_mib: float = Field(8.0, gt=0, description="largest request body; larger ones are rejected with 413")
     writable: bool = Field(True, description="allow documents to be put and deleted through the API")
     compact_at: int | None = Field(
         10_000,
         ge=1,
-        description="documents changed per shard at which a running `serve` compacts the index and switches; null: never",
-    )
-    max_changed_documents: int | None = Field(
-        50_000,
-        ge=1,
-        description="documents changed per shard from which more are refused with 507; null: no limit",
+        description="documents changed per shard at which the API compacts the index and switches; null: never; five times as many are refused with 507",
     )
     ranking: RankingSettings = Field(
         RankingSettings(), description="how searches are scored: exclusions of the instruction, and words"
     )
-    canary: CanarySettings = runtime_field(
-        CanarySettings(), description="checks of a new release before the API is switched to it"
+    probes: str | None = runtime_field(
+        None,
+        description="file of queries with their relevant passages (query, instruction, relevant, changed_instruction, changed_relevant) that a new release must answer as well as the current one before it takes over; null: none",
+    )
+    max_ndcg_drop: float = runtime_field(
+        1.0, ge=0, description="nDCG@10 (x100) on the probes that a new release may lose against the current one"
+    )
+    max_p_mrr_drop: float = runtime_field(
+        2.0, ge=0, description="p-MRR (x100) on the probes that a new release may lose against the current one"
     )
     rerank: RerankSettings | None = Field(None, description="re-ranking of the first hits; null: none")
     config_file: str | None = runtime_field(

@@ -101,6 +101,12 @@ class SynthesizeSettings(Settings):
     prices: str | None = runtime_field(
         None, description="path or URI of a YAML file like llm/prices.yaml with your own prices, which override it"
     )
+    max_dead_letters: float = runtime_field(
+        0.1,
+        ge=0,
+        le=1,
+        description="largest share of the seeds that may become dead letters; with more, the run publishes nothing and exits with status 2",
+    )
     distractors: int = Field(4, ge=0, description="random passages shown to the judge beside the three candidates")
     seed: int = Field(0, description="random seed of the distractors and of the order of the candidates")
     complement: bool = Field(

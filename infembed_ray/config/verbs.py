@@ -6,6 +6,7 @@ Modules are imported only when a verb needs them.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,11 @@ class Verb:
     """`module:name` of the function of the settings, below infembed_ray."""
     settings_class: str
     """`module:name` of the settings, below infembed_ray.config."""
+    example: str = ""
+    """One command that works, without `infembed`."""
+    dry_run: str = ""
+    """`module:name` of the function of the settings that yields what a run would do, line by line; default: `describe` beside
+    `function`. It calls the stage's own checks, and writes, probes and starts nothing."""
 
     @property
     def settings(self) -> type[Settings]:
@@ -44,37 +50,102 @@ class Verb:
     def run(self, settings: Settings, **more: Any) -> Any:
         return load(self.function)(settings, **more)
 
+    def describe(self, settings: Settings, **more: Any) -> Iterator[str]:
+        """Yield what a run would do; InputError for every mistake that is found together."""
+        lines: Iterator[str] = load(self.dry_run or f"{self.function.partition(':')[0]}:describe")(settings, **more)
+        return lines
+
 
 VERBS = {
-    "synthesize": Verb("seeds -> InF-IR records", "synthesis.distributed:run", "synthesis:SynthesizeSettings"),
+    "synthesize": Verb(
+        "make InF-IR records from seeds with LLMs",
+        "synthesis.distributed:run",
+        "synthesis:SynthesizeSettings",
+        "synthesize seeds=seeds.jsonl output=runs/records limits.budget_usd=50",
+        "synthesis.estimate:describe",
+    ),
     "analyze": Verb(
-        "records -> quality report, and the records that stay", "analysis.analyze:run", "analysis:AnalyzeSettings"
+        "report the quality of records, and keep the good ones",
+        "analysis.analyze:run",
+        "analysis:AnalyzeSettings",
+        "analyze records=runs/records output=runs/analysis",
     ),
-    "mine": Verb("tuples + index -> tuples with hard negatives", "mining.distributed:run", "mining:MineSettings"),
-    "train": Verb("records + backbone -> checkpoint", "training.launch:run", "training:TrainSettings"),
-    "export": Verb("checkpoint -> ONNX graph", "modeling.onnx:run", "training:ExportSettings"),
-    "evaluate": Verb("checkpoints + records -> tables", "evaluation.distributed:run", "evaluation:EvaluateSettings"),
-    "sweep": Verb("objectives x backbones x seeds -> one table", "sweeps.distributed:run", "sweeps:SweepSettings"),
+    "mine": Verb(
+        "add hard negatives to tuples from an index",
+        "mining.distributed:run",
+        "mining:MineSettings",
+        "mine records=runs/records index=runs/index output=runs/mined",
+    ),
+    "train": Verb(
+        "train an encoder on records",
+        "training.launch:run",
+        "training:TrainSettings",
+        "train records=runs/records model=intfloat/e5-base-v2 output=runs/model",
+        "planning.train:describe",
+    ),
+    "export": Verb(
+        "write a checkpoint as an ONNX graph",
+        "modeling.onnx:run",
+        "training:ExportSettings",
+        "export model=runs/model output=runs/onnx",
+    ),
+    "evaluate": Verb(
+        "measure models and baselines on tasks",
+        "evaluation.distributed:run",
+        "evaluation:EvaluateSettings",
+        "evaluate models.trained=runs/model models.words=bm25 records=runs/records split=test output=runs/scores",
+        "evaluation.inputs:describe",
+    ),
+    "sweep": Verb(
+        "train and evaluate objectives x backbones x seeds",
+        "sweeps.distributed:run",
+        "sweeps:SweepSettings",
+        "sweep --config jobs/configs/sweep.yaml",
+        "sweeps.trials:describe",
+    ),
     "report": Verb(
-        "results -> the paper's tables and figures", "evaluation.paper.report:run", "evaluation:ReportSettings"
+        "set results beside the paper's tables and figures",
+        "evaluation.paper.results_report:run",
+        "evaluation:ReportSettings",
+        "report results.ours=runs/scores output=runs/report",
     ),
-    "index": Verb("checkpoint + corpus -> FAISS shards", "retrieval.distributed:run", "retrieval:IndexSettings"),
-    "serve": Verb("checkpoint + index -> HTTP API", "serving.distributed:run", "serving:ServeSettings"),
+    "index": Verb(
+        "encode a corpus and build its index",
+        "retrieval.distributed:run",
+        "retrieval:IndexSettings",
+        "index corpus=corpus.jsonl model=runs/model output=runs/index",
+        "planning.index:describe",
+    ),
+    "serve": Verb(
+        "serve an index as an HTTP API",
+        "serving.distributed:run",
+        "serving:ServeSettings",
+        "serve index=runs/index",
+    ),
     "pipeline": Verb(
-        "several stages, with gates, to a served release", "pipeline.stages:run", "pipeline:PipelineSettings"
+        "run several stages, with gates, up to a served release",
+        "pipeline.stages:run",
+        "pipeline:PipelineSettings",
+        "pipeline --config jobs/configs/pipeline.yaml",
     ),
 }
-"""Stages. Each has a script and a settings file in jobs/, and a check in module `check`."""
+"""Stages. Each has a script and a settings file in jobs/."""
 
 MAINTENANCE = {
     "index compact": Verb(
-        "index + its document changes -> next version", "retrieval.distributed:compact", "retrieval:CompactSettings"
+        "fold an index's document changes into its next version",
+        "retrieval.distributed:compact",
+        "retrieval:CompactSettings",
+        "index compact index=runs/index",
     ),
     "manifests": Verb(
-        "settings of the verbs -> Kubernetes manifests", "manifests.render:run", "manifests:ManifestsSettings"
+        "write Kubernetes manifests for settings files",
+        "manifests.render:run",
+        "manifests:ManifestsSettings",
+        "manifests --config jobs/configs/manifests.yaml",
     ),
 }
-"""Verbs that are no stages: they have no job script and no check of their own."""
+"""Verbs that are no stages: they have no job script."""
 
 PLANS = {
     "train": Verb("memory, time and cost of a training", "planning.train:plan", "planning:PlanTrainSettings"),

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.retrievers.retriever import Encoder, Reranker, Retriever
+from infembed_ray.evaluation.retrievers.retriever import PairReranker, Retriever, TextEncoder
 from infembed_ray.evaluation.tasks import corpus as corpora
 from infembed_ray.evaluation.tasks.task import CORPUS, Query
 from infembed_ray.storage import durable
@@ -104,7 +104,7 @@ class Passages:
 
     def compute(self, retriever: Retriever) -> np.ndarray:
         """Compute the array: (size, d) float32, or (size) for pairs."""
-        assert isinstance(retriever, Encoder)
+        assert isinstance(retriever, TextEncoder)
         return retriever.encode_passages(self._passages())
 
     def _passages(self) -> list[str]:
@@ -131,7 +131,7 @@ class Queries:
         return [("query", query.query, query.instruction) for query in self.queries]
 
     def compute(self, retriever: Retriever) -> np.ndarray:
-        assert isinstance(retriever, Encoder)
+        assert isinstance(retriever, TextEncoder)
         return retriever.encode_queries(self.queries)
 
 
@@ -157,7 +157,7 @@ class Pairs:
         return [("pair", self.query.query, self.query.instruction, passage) for passage in self._passages()]
 
     def compute(self, retriever: Retriever) -> np.ndarray:
-        assert isinstance(retriever, Reranker)
+        assert isinstance(retriever, PairReranker)
         return retriever.score([(self.query, passage) for passage in self._passages()])
 
     def _passages(self) -> list[str]:

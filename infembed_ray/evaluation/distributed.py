@@ -8,31 +8,36 @@ run computes a stored chunk again.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import ray
 from ray.data import ActorPoolStrategy
 
-from infembed_ray.config.evaluation import Bm25Settings, EvaluateSettings, RunSettings
+from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import costs, gates, model_cards, mteb_adapter, obedience, results, tables
+from infembed_ray.evaluation import obedience, obedience_gates, results, tables
 from infembed_ray.evaluation.chunks import Chunk, Pairs, Passages, Queries, shared
-from infembed_ray.evaluation.costs import Cost
+from infembed_ray.evaluation.differences import Differences
 from infembed_ray.evaluation.embeddings import Store
-from infembed_ray.evaluation.inputs import ENCODER_KINDS, RANKER_KINDS, Inputs, Model, content_hash, resolve
+from infembed_ray.evaluation.inputs import (
+    ENCODER_KINDS,
+    RANKER_KINDS,
+    EvaluatedModel,
+    EvaluationInputs,
+    content_hash,
+    resolve,
+)
 from infembed_ray.evaluation.metrics import Run, ranks
 from infembed_ray.evaluation.obedience import Controls
-from infembed_ray.evaluation.paper.report import of_evaluation
-from infembed_ray.evaluation.rankings import Rankings
+from infembed_ray.evaluation.paper.results_report import of_evaluation
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.retrievers import baselines, runs
-from infembed_ray.evaluation.retrievers.retriever import Ranker, Retriever
+from infembed_ray.evaluation.retrievers.retriever import Ranker
 from infembed_ray.evaluation.scoring import Obedience, Scores, score
 from infembed_ray.evaluation.search import exact_search, rows_of
 from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
@@ -41,12 +46,9 @@ from infembed_ray.ray_cluster import connect, errors_of_tasks
 from infembed_ray.storage import steps
 from infembed_ray.storage.places import Place, address, place_of
 
-MTEB = "mteb"
-"""Folder of the same figures in mteb's layout, for the tasks that mteb has."""
 _ONE_PROCESS = ("api", "bm25")
 """Kinds with a single process: a budget is kept in one place, and BM25 ranks a whole task."""
 _WITHOUT_GPU = ("api", "random")
-_PARTS = {Passages: costs.PASSAGES, Queries: costs.QUERIES, Pairs: costs.PAIRS}
 _MESSAGE_CHARACTERS = 60
 _OUTSIDE_TRIALS = "DEFAULT"
 """Scheduling strategy. Without it, Ray puts tasks into the placement group of a sweep's trial, which has no free CPUs."""
@@ -65,48 +67,45 @@ def run(settings: EvaluateSettings) -> steps.Published:
     inputs = resolve(settings)
     step = inputs.step(settings)
     if done := step.finished():
-        gates.require(settings, done)
+        obedience_gates.require(settings, done)
         return done
     queries, passages = inputs.size
     sizes = counted(queries, "query", "queries"), counted(passages, "passage")
     say("evaluate: " + ", ".join((counted(len(inputs.models), "model"), counted(len(inputs.tasks), "task"), *sizes)))
-    connect()
     with step.publish() as staging:
-        with Rankings(staging.path) as rankings:
-            found = _evaluate(settings, inputs, rankings)
+        differences = Differences()
+        figures = _evaluate(settings, inputs, staging.path / runs.RUNS, differences)
         staging.counts = {"tasks": len(inputs.tasks), "queries": queries, "passages": passages}
-        staging.facts = {"figures": found.figures}
-        results.write(staging.path, found)
-        mteb_adapter.write(staging.path / MTEB, found)
-        report = of_evaluation(settings.output, found)
-        places = {m.label: place for m in inputs.models for part, place in m.inputs.items() if part.endswith(".model")}
-        model_cards.write(staging.path / model_cards.FOLDER, report, places)
+        staging.facts = {"figures": figures.figures}
+        results.write(staging.path, figures)
+        report = of_evaluation(settings.output, figures, differences.largest(inputs.tasks, figures))
         (staging.path / tables.TABLE_FILE).write_text(report.as_markdown(with_paper=False), encoding="utf-8")
         (staging.path / tables.REPORT_FILE).write_text(report.as_html(), encoding="utf-8")
-        rankings.finish(inputs.tasks)  # last: a failure here leaves the results in the unfinished output
     say(report.as_text())
-    gates.require(settings, published := step.published())
+    obedience_gates.require(settings, published := step.published())
     return published
 
 
-def _evaluate(settings: EvaluateSettings, inputs: Inputs, rankings: Rankings) -> Results:
+def _evaluate(
+    settings: EvaluateSettings, inputs: EvaluationInputs, directory: Path, differences: Differences
+) -> Results:
+    """Rank and score all tasks by all models; the runs go to a directory."""
     scores: dict[str, dict[str, Scores]] = {}
     obeyed: dict[str, dict[str, Obedience]] = {}
     first: dict[str, dict[str, list[str]]] = {}
-    spent = {model.label: Cost() for model in inputs.models}
     controls = _controls(settings, inputs.tasks)
     asked = replace(inputs, tasks=[controls[t.name].ask(t) if t.name in controls else t for t in inputs.tasks])
     for model in sorted(inputs.models, key=lambda model: model.label != settings.first_stage):
         scores[model.label] = {}
-        ranked = _rankings(settings, asked, model, first, spent[model.label])
-        for task, (asking, found) in zip(inputs.tasks, ranked, strict=True):
+        ranked = _rankings(settings, asked, model, first)
+        for task, (asking, run) in zip(inputs.tasks, ranked, strict=True):
             if model.label == settings.first_stage:
-                first[task.name] = {q.id: list(ranks(found[q.id]))[: settings.rerank] for q in asking.queries}
-            scores[model.label][task.name] = score(task, found)
-            rankings.add(model.label, task, found)
-            runs.write(rankings.directory / runs.RUNS, model.label, task.name, found)
+                first[task.name] = {q.id: list(ranks(run[q.id]))[: settings.rerank] for q in asking.queries}
+            scores[model.label][task.name] = score(task, run)
+            differences.add(model.label, task, run)
+            runs.write(directory, model.label, task.name, run)
             if task.name in controls:
-                obeyed.setdefault(model.label, {})[task.name] = controls[task.name].measure(task, found)
+                obeyed.setdefault(model.label, {})[task.name] = controls[task.name].measure(task, run)
     obeyed = {model.label: obeyed[model.label] for model in inputs.models if obeyed}
     for label, of_tasks in _references(settings, asked, controls).items():
         obeyed.setdefault(label, of_tasks)
@@ -116,49 +115,50 @@ def _evaluate(settings: EvaluateSettings, inputs: Inputs, rankings: Rankings) ->
         scores={model.label: scores[model.label] for model in inputs.models},
         depth=settings.depth,
         obedience=obeyed,
-        costs={label: cost.figures for label, cost in spent.items() if cost.figures},
     )
 
 
 def _controls(settings: EvaluateSettings, tasks: Sequence[Task]) -> dict[str, Controls]:
     """Return the controls of the tasks with changed instructions."""
-    found = {task.name: Controls.from_task(task) for task in tasks if settings.controls}
-    return {name: controls for name, controls in found.items() if controls is not None}
+    made = {task.name: Controls.from_task(task) for task in tasks if settings.controls}
+    return {name: controls for name, controls in made.items() if controls is not None}
 
 
 def _references(
-    settings: EvaluateSettings, inputs: Inputs, controls: Mapping[str, Controls]
+    settings: EvaluateSettings, inputs: EvaluationInputs, controls: Mapping[str, Controls]
 ) -> dict[str, dict[str, Obedience]]:
     """Measure a constant scorer, and BM25 unless a model is, on the tasks with controls, which `inputs` asks."""
+    if not controls:
+        return {}
     tasks = [task for task in inputs.tasks if task.name in controls]
-    found: dict[str, dict[str, Obedience]] = {}
-    given = [model.retriever for model in inputs.models if isinstance(model.retriever, Bm25Settings)]
-    if not any("{instruction}" in retriever.instructed_query for retriever in given):
-        bm25 = Model(obedience.BM25, baselines.resolve(obedience.BM25, "bm25"), {}, {})
-        ranked = _rank_tasks(settings, replace(inputs, tasks=tasks), bm25, Cost())
-        found[bm25.label] = {task.name: controls[task.name].measure(task, run) for task, run in ranked}
-    found[obedience.CONSTANT] = {t.name: controls[t.name].measure_constant(t, settings.depth) for t in tasks}
-    return {label: of_tasks for label, of_tasks in found.items() if of_tasks}
+    measured: dict[str, dict[str, Obedience]] = {}
+    given = [model.retriever for model in inputs.models if model.retriever.kind == "bm25"]
+    if not any("{instruction}" in (retriever.instructed_query or "") for retriever in given):
+        bm25 = EvaluatedModel(obedience.BM25, baselines.resolve(obedience.BM25, "bm25"), {}, {})
+        ranked = _rank_tasks(settings, replace(inputs, tasks=tasks), bm25)
+        measured[bm25.label] = {task.name: controls[task.name].measure(task, run) for task, run in ranked}
+    measured[obedience.CONSTANT] = {t.name: controls[t.name].measure_constant(t, settings.depth) for t in tasks}
+    return {label: of_tasks for label, of_tasks in measured.items() if of_tasks}
 
 
 def _rankings(
-    settings: EvaluateSettings, inputs: Inputs, model: Model, first: FirstStage, cost: Cost
+    settings: EvaluateSettings, inputs: EvaluationInputs, model: EvaluatedModel, first: FirstStage
 ) -> Iterator[tuple[Task, Run]]:
-    """Yield a model's rankings of all queries, task by task, and add up its cost."""
+    """Yield a model's rankings of all queries, task by task."""
     if model.retriever.kind in RANKER_KINDS:
-        return _rank_tasks(settings, inputs, model, cost)
+        return _rank_tasks(settings, inputs, model)
     if model.retriever.kind in ENCODER_KINDS:
-        return _encode_and_search(settings, inputs, model, cost)
-    return _rerank(settings, inputs, model, first, cost)
+        return _encode_and_search(settings, inputs, model)
+    return _rerank(settings, inputs, model, first)
 
 
 def _encode_and_search(
-    settings: EvaluateSettings, inputs: Inputs, model: Model, cost: Cost
+    settings: EvaluateSettings, inputs: EvaluationInputs, model: EvaluatedModel
 ) -> Iterator[tuple[Task, Run]]:
     passages = {task.name: Passages.divide(task.corpus_file) for task in inputs.tasks}
     queries = {task.name: Queries.divide(task.queries) for task in inputs.tasks}
     chunks: list[Chunk] = [*_flat(passages.values()), *_flat(queries.values())]
-    files = _compute_chunks("encode", settings, model, chunks, inputs.store, cost)
+    files = _compute_chunks("encode", settings, model, chunks, inputs.store)
     with track(f"search {model.label}", inputs.size[0]) as advance:
         for task in inputs.tasks:
             embeddings = [(files[chunk], chunk.size) for chunk in passages[task.name]]
@@ -173,33 +173,31 @@ def _encode_and_search(
                 )
                 for chunk in queries[task.name]
             ]
-            found: dict[str, Mapping[str, float]] = {}
+            run: dict[str, Mapping[str, float]] = {}
             for search in searches:
-                rankings, seconds = _result(search)
-                found |= rankings
-                cost.add(costs.SEARCH, len(rankings), seconds)
+                rankings = _result(search)
+                run |= rankings
                 advance(len(rankings))
-            yield task, found
+            yield task, run
 
 
 def _rerank(
-    settings: EvaluateSettings, inputs: Inputs, model: Model, first: FirstStage, cost: Cost
+    settings: EvaluateSettings, inputs: EvaluationInputs, model: EvaluatedModel, first: FirstStage
 ) -> Iterator[tuple[Task, Run]]:
     pairs = {
         task.name: _pairs(task, None if task.has_candidates(settings.depth) else first[task.name])
         for task in inputs.tasks
     }
     chunks = _flat(pairs.values())
-    cost.pairs_per_query = sum(chunk.size for chunk in chunks) / inputs.size[0]
-    files = _compute_chunks("rerank", settings, model, chunks, inputs.store, cost)
+    files = _compute_chunks("rerank", settings, model, chunks, inputs.store)
     for task in inputs.tasks:
-        found: dict[str, dict[str, float]] = {query.id: {} for query in task.queries}
+        run: dict[str, dict[str, float]] = {query.id: {} for query in task.queries}
         ids = task.corpus["id"]
         stored = Store.read_all([(files[chunk], chunk.size) for chunk in pairs[task.name]])
         for chunk, scores in zip(pairs[task.name], stored, strict=True):
             documents = [ids[row].as_py() for row in chunk.rows]  # `take` copies the whole column
-            found[chunk.query.id] |= zip(documents, scores.tolist(), strict=True)
-        yield task, found
+            run[chunk.query.id] |= zip(documents, scores.tolist(), strict=True)
+        yield task, run
 
 
 def _pairs(task: Task, first: Mapping[str, Sequence[str]] | None) -> list[Pairs]:
@@ -212,21 +210,22 @@ def _pairs(task: Task, first: Mapping[str, Sequence[str]] | None) -> list[Pairs]
     return _flat(Pairs.divide(query, task.corpus_file, own.tolist()) for query, own in zip(queries, rows, strict=True))
 
 
-def _rank_tasks(settings: EvaluateSettings, inputs: Inputs, model: Model, cost: Cost) -> Iterator[tuple[Task, Run]]:
-    if isinstance(model.retriever, RunSettings):  # its files need not be visible to the workers
+def _rank_tasks(
+    settings: EvaluateSettings, inputs: EvaluationInputs, model: EvaluatedModel
+) -> Iterator[tuple[Task, Run]]:
+    if model.retriever.kind == "run":  # its files need not be visible to the workers
         ranker = baselines.load(model.retriever, known=model.identity)
         assert isinstance(ranker, Ranker)
         yield from ((task, ranker.rank(task, settings.depth)) for task in inputs.tasks)
         return
+    connect()
     with track(f"rank {model.label}", len(inputs.tasks)) as advance:
         rankings = [
             _rank.remote(model.retriever, model.identity, _without_corpus(task), task.corpus_file, settings.depth)
             for task in inputs.tasks
         ]
         for task, ranking in zip(inputs.tasks, rankings, strict=True):
-            found, seconds = _result(ranking)
-            cost.add(costs.RANK, len(task.queries), seconds)
-            yield task, found
+            yield task, _result(ranking)
             advance()
 
 
@@ -265,7 +264,7 @@ class ComputeChunk:
     """
 
     def __init__(
-        self, model: Model, identity: str, store: Place, chunks: ray.ObjectRef, device: str, batch_tokens: int
+        self, model: EvaluatedModel, identity: str, store: Place, chunks: ray.ObjectRef, device: str, batch_tokens: int
     ) -> None:
         self._model = model
         self._store = Store(store, identity)
@@ -273,48 +272,41 @@ class ComputeChunk:
         self._load = cache(partial(baselines.load, model.retriever, device, batch_tokens, identity))
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Map `id` to `file`, where its array is; `seconds` and `usd`, if it was missing, else 0; `fault`, the error, or empty."""
+        """Map `id` to `file`, where its array is; `computed`, if it was missing; `fault`, the error, or empty."""
         try:
-            file, seconds, usd = self._ensure(self._chunks[row["id"]])
+            file, computed = self._ensure(self._chunks[row["id"]])
         except InputError as error:
-            return {"id": row["id"], "file": "", "seconds": 0.0, "usd": 0.0, "fault": str(error)}
-        return {"id": row["id"], "file": address(file), "seconds": seconds, "usd": usd, "fault": ""}
+            return {"id": row["id"], "file": "", "computed": False, "fault": str(error)}
+        return {"id": row["id"], "file": address(file), "computed": computed, "fault": ""}
 
-    def _ensure(self, chunk: Chunk) -> tuple[Place, float, float]:
+    def _ensure(self, chunk: Chunk) -> tuple[Place, bool]:
         texts = chunk.texts()
         file = self._store.file(part for text in texts for part in text)
         if self._store.holds(file, chunk.size):
-            return file, 0.0, 0.0
-        retriever = self._load()
-        paid, began = _paid(retriever), time.perf_counter()
-        array = chunk.compute(retriever)
-        seconds, usd = time.perf_counter() - began, _paid(retriever) - paid
+            return file, False
+        array = chunk.compute(self._load())
         broken = np.flatnonzero(~np.isfinite(array.reshape(chunk.size, -1)).all(axis=1))
         if broken.size:
             kind, *parts = texts[broken[0]]
             text = " ".join(part for part in reversed(parts) if part)[:_MESSAGE_CHARACTERS]
             asked = self._model.retriever
             raise InputError(
-                f"models.{self._model.label}={getattr(asked, 'model', asked.kind)}: its "
+                f"models.{self._model.label}={asked.model or asked.kind}: its "
                 f"{'score' if kind == 'pair' else 'embedding'} of {kind} {text!r} is not finite, like {broken.size} of the "
                 f"{chunk.size} in this chunk; the weights are damaged or training diverged: give another checkpoint"
             )
         self._store.write(file, array)
-        return file, seconds, usd
-
-
-def _paid(retriever: Retriever) -> float:
-    """Return the USD that a remote embedder has paid; NaN if unknown, or of another model."""
-    return float(getattr(retriever, "usd", math.nan))
+        return file, True
 
 
 def _compute_chunks(
-    title: str, settings: EvaluateSettings, model: Model, chunks: Sequence[Chunk], store: Place, cost: Cost
+    title: str, settings: EvaluateSettings, model: EvaluatedModel, chunks: Sequence[Chunk], store: Place
 ) -> dict[Chunk, Place]:
     """Compute the chunks that are missing from the store; return the file of each chunk."""
     distinct = list(dict.fromkeys(chunks))
     if not distinct:
         return {}
+    connect()
     kind = model.retriever.kind
     gpus = 0 if kind in _WITHOUT_GPU else settings.gpus_per_actor
     device = "cuda" if gpus else "cpu"
@@ -332,10 +324,7 @@ def _compute_chunks(
                 raise InputError(row["fault"])
             chunk = distinct[row["id"]]
             files[chunk] = place_of(row["file"])
-            if row["seconds"]:
-                cost.add(_PARTS[type(chunk)], chunk.size, row["seconds"], row["usd"])
-            else:
-                stored += chunk.size
+            stored += 0 if row["computed"] else chunk.size
             advance(chunk.size, note=f"{stored} from the store" if stored else "")
     if len(files) < len(distinct):
         raise RuntimeError(f"Ray Data lost {len(distinct) - len(files)} of {len(distinct)} chunks")
@@ -350,9 +339,8 @@ def _search(
     passages: Sequence[tuple[Place, int]],
     depth: int,
     device: str,
-) -> tuple[dict[str, dict[str, float]], float]:
-    """Rank a task's queries, given the files (and rows) of their embeddings and of those of the passages; return seconds too."""
-    began = time.perf_counter()
+) -> dict[str, dict[str, float]]:
+    """Rank a task's queries, given the files (and rows) of their embeddings and of the passages' embeddings."""
     restricted = any(task.excluded.values())
     rankings = exact_search(
         next(Store.read_all([queries])),
@@ -363,17 +351,15 @@ def _search(
         excluded=[task.excluded.get(query.id, ()) for query in task.queries] if restricted else None,
         device=device,
     )
-    found = {query.id: ranking for query, ranking in zip(task.queries, rankings, strict=True)}
-    return found, time.perf_counter() - began
+    return {query.id: ranking for query, ranking in zip(task.queries, rankings, strict=True)}
 
 
 @ray.remote(scheduling_strategy=_OUTSIDE_TRIALS)
-def _rank(retriever: Bm25Settings, identity: str, task: Task, corpus: Place, depth: int) -> tuple[Run, float]:
-    """Rank a whole task in one process; return the seconds too."""
-    began = time.perf_counter()
+def _rank(retriever: RetrieverSettings, identity: str, task: Task, corpus: Place, depth: int) -> Run:
+    """Rank a whole task in one process."""
     ranker = baselines.load(retriever, known=identity)
     assert isinstance(ranker, Ranker)
-    return ranker.rank(replace(task, corpus=shared(corpus)), depth), time.perf_counter() - began
+    return ranker.rank(replace(task, corpus=shared(corpus)), depth)
 
 
 def _result(task: ray.ObjectRef) -> Any:

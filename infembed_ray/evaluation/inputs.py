@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.evaluation import gates
+from infembed_ray.evaluation import obedience_gates
 from infembed_ray.evaluation.chunks import share, shared
 from infembed_ray.evaluation.embeddings import digest
 from infembed_ray.evaluation.metrics import parse
@@ -19,10 +19,11 @@ from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.corpus import name_of
 from infembed_ray.evaluation.tasks.infir import TASK, instruction_following
-from infembed_ray.evaluation.tasks.registry import expand
 from infembed_ray.evaluation.tasks.task import Task
+from infembed_ray.progress import counted
 from infembed_ray.records import tables
 from infembed_ray.storage import steps
+from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place, address
 
 ENCODER_KINDS = ("encoder", "sentence_transformers", "api")
@@ -30,7 +31,7 @@ RANKER_KINDS = ("bm25", "run")
 
 
 @dataclass(frozen=True)
-class Model:
+class EvaluatedModel:
     """A model of the settings.
 
     Attributes:
@@ -59,7 +60,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class EvaluationInputs:
     """All that an evaluation reads.
 
     Attributes:
@@ -67,7 +68,7 @@ class Inputs:
         data: files of the settings' own records.
     """
 
-    models: Sequence[Model]
+    models: Sequence[EvaluatedModel]
     tasks: Sequence[Task]
     store: Place
     data: Mapping[str, Place]
@@ -86,7 +87,7 @@ class Inputs:
         return steps.Step("evaluate", settings, settings.output, paths, names)
 
 
-def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> Inputs:
+def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> EvaluationInputs:
     """Find models and tasks, and share the corpora. Reads no weights.
 
     Args:
@@ -96,14 +97,25 @@ def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> Inputs:
         InputError: data, a model or the store cannot be used, or models and tasks do not fit together.
     """
     models, store, (data, tasks), _ = check_all(
-        lambda: _models(settings), lambda: store_of(settings), lambda: _tasks(settings), lambda: gates.check(settings)
+        lambda: _models(settings),
+        lambda: store_of(settings),
+        lambda: _tasks(settings),
+        lambda: obedience_gates.check(settings),
     )
+    if share_corpora:
+        steps.require_writable(store, "embeddings")
     for number, task in enumerate(tasks):
         place = store / "corpora"
         file = share(task.corpus, place) if share_corpora else place / name_of(task.corpus)
         tasks[number] = replace(task, corpus=shared(file) if share_corpora else task.corpus, corpus_file=file)
     _require_candidates(settings, models, tasks)
-    return Inputs(models, tasks, store, data)
+    for task in tasks:
+        if task.only_runs and (unusable := [model.label for model in models if model.retriever.kind != "run"]):
+            raise InputError(
+                f"tasks={task.name}: holds judgements alone, so models.{unusable[0]} has no texts to rank; give a directory "
+                "with a corpus, or models of kind run"
+            )
+    return EvaluationInputs(models, tasks, store, data)
 
 
 def content_hash(task: Task) -> str:
@@ -119,21 +131,21 @@ def content_hash(task: Task) -> str:
 def store_of(settings: EvaluateSettings) -> Place:
     """Return the place of embeddings and scores; InputError if it cannot be written."""
     store = steps.folder_of(settings, "embeddings")
-    steps.require_writable(store, "embeddings")
+    steps.require_access(store, "embeddings")
     return store
 
 
-def _models(settings: EvaluateSettings) -> list[Model]:
+def _models(settings: EvaluateSettings) -> list[EvaluatedModel]:
     if not settings.models:
         raise InputError("models is empty: set models.base=<checkpoint directory, hub name or name of a baseline>")
     return check_all(*(partial(_model, settings, n, label) for n, label in enumerate(settings.models)))
 
 
-def _model(settings: EvaluateSettings, position: int, label: str) -> Model:
+def _model(settings: EvaluateSettings, position: int, label: str) -> EvaluatedModel:
     retriever = baselines.resolve(label, settings.models[label], settings.template)
     paths, names = baselines.inputs(retriever, f"models.{label}")
     prefix = f"models.{label} ({position})"
-    return Model(
+    return EvaluatedModel(
         label,
         # Actors have other working directories, and `latest` may point elsewhere while they work.
         retriever.model_copy(
@@ -154,9 +166,9 @@ def _tasks(settings: EvaluateSettings) -> tuple[dict[str, Place], list[Task]]:
         raise InputError(f"reworded={settings.reworded}: needs records, which it rewords; set records or drop it")
     for measure in settings.measures:
         parse(measure.replace("Robustness@", "nDCG@"))
-    tasks = [catalogue.load(name, settings.data, settings.measures) for name in expand(settings.tasks)]
-    named = {"records": settings.records, "reworded": settings.reworded, "distractors": settings.distractors}
-    data = {name: steps.find_input(path, name) for name, path in named.items() if path is not None}
+    tasks = [catalogue.load(name, settings.data, settings.measures) for name in catalogue.expand(settings.tasks)]
+    given = {"records": settings.records, "reworded": settings.reworded, "distractors": settings.distractors}
+    data = {name: steps.find_input(path, name) for name, path in given.items() if path is not None}
     distractors: Sequence[tables.Passage] = ()
     if "distractors" in data:
         distractors = tables.read(data["distractors"], tables.Passage, "distractors")
@@ -171,7 +183,7 @@ def _tasks(settings: EvaluateSettings) -> tuple[dict[str, Place], list[Task]]:
     return data, tasks
 
 
-def _require_candidates(settings: EvaluateSettings, models: Sequence[Model], tasks: Sequence[Task]) -> None:
+def _require_candidates(settings: EvaluateSettings, models: Sequence[EvaluatedModel], tasks: Sequence[Task]) -> None:
     """Check that every reranker has documents to score."""
     first = settings.first_stage
     if settings.rerank > settings.depth:
@@ -186,3 +198,23 @@ def _require_candidates(settings: EvaluateSettings, models: Sequence[Model], tas
                     f"models.{model.label}: is a reranker, but {task.name} has no lists of {settings.depth} candidates or "
                     "fewer; set first_stage=<label of the model whose top documents it scores>"
                 )
+
+
+def describe(settings: EvaluateSettings) -> Iterator[str]:
+    """Yield what a run would do, line by line; InputError as `resolve`."""
+    inputs = resolve(settings, share_corpora=False)
+    step = inputs.step(settings)
+    if (yield from state(step)):
+        return
+    yield from describe_tasks(inputs)
+    for model in inputs.models:
+        yield f"model {model.label}: {model.retriever.model or model.retriever.kind}"
+    queries, passages = inputs.size
+    pairs = f"{counted(len(inputs.tasks), 'task')} x {counted(len(inputs.models), 'model')}"
+    yield f"{pairs}: {queries:,} queries and {passages:,} passages per model"
+
+
+def describe_tasks(inputs: EvaluationInputs) -> Iterator[str]:
+    """Yield a line for each task."""
+    for task in inputs.tasks:
+        yield f"task {task.name}: {counted(len(task.queries), 'query', 'queries')}"

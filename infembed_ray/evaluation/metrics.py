@@ -110,11 +110,11 @@ def trec_measures(qrels: Qrels, run: Run, measures: Sequence[str]) -> dict[str, 
     by_trec_eval = {measure for measure in parsed.values() if ir_measures.pytrec_eval.supports(measure)}
     judged = {query: dict(documents) for query, documents in qrels.items()}
     rankings = {query: _ranking(query, run.get(query, {})) for query in qrels}
-    found = list(ir_measures.pytrec_eval.iter_calc(by_trec_eval, judged, rankings))
+    metrics = list(ir_measures.pytrec_eval.iter_calc(by_trec_eval, judged, rankings))
     if others := set(parsed.values()) - by_trec_eval:  # the other libraries order ties differently
         ordered = {query: _untied(ranking) for query, ranking in rankings.items() if ranking}
-        found += ir_measures.iter_calc(others, judged, ordered)
-    values = {(metric.query_id, metric.measure): float(metric.value) for metric in found}
+        metrics += ir_measures.iter_calc(others, judged, ordered)
+    values = {(metric.query_id, metric.measure): float(metric.value) for metric in metrics}
     return {query: {name: values.get((query, measure), 0.0) for name, measure in parsed.items()} for query in qrels}
 
 
@@ -203,8 +203,8 @@ def complies(original: tuple[int, float], instructed: tuple[int, float], inverse
 
 def places(scores: Mapping[str, float], documents: Sequence[str]) -> list[tuple[int, float]]:
     """Return the (rank, score) of documents; one missing from the ranking has rank length + 1 and the lowest score."""
-    known = ranks(scores)
-    return [(known.get(d, len(known) + 1), scores.get(d, -inf)) for d in documents]
+    rank_of = ranks(scores)
+    return [(rank_of.get(d, len(rank_of) + 1), scores.get(d, -inf)) for d in documents]
 
 
 def ranks(scores: Mapping[str, float]) -> dict[str, int]:

@@ -70,7 +70,7 @@ class Controls:
         if not pairs:
             return None
         asks = _Asks(task)
-        own = {pair: tuple(asks.known[query].instruction for query in pair) for pair in pairs}
+        own = {pair: tuple(asks.query_of[query].instruction for query in pair) for pair in pairs}
         asked: dict[str, list[Asked]] = {
             AS_GIVEN: [{query: query for pair in pairs for query in pair}],
             QUERY_ONLY: [_merged(asks.without(pair) for pair in pairs)],
@@ -118,14 +118,14 @@ class Controls:
             if condition == AS_GIVEN or all(name in run for own in several for name in own.values())
         }
         plain = runs[QUERY_ONLY][0] if QUERY_ONLY in runs else None
-        found = {c: _averaged([_figures(task, own, plain) for own in several]) for c, several in runs.items()}
+        measured = {c: _averaged([_figures(task, own, plain) for own in several]) for c, several in runs.items()}
         for kind in sorted(set(task.kinds.values())):
             of_kind = {
                 figure: {query: value for query, value in values.items() if task.kinds.get(query) == kind}
-                for figure, values in found[AS_GIVEN].items()
+                for figure, values in measured[AS_GIVEN].items()
             }
-            found[f"{KIND}{kind}"] = {figure: values for figure, values in of_kind.items() if values}
-        return found
+            measured[f"{KIND}{kind}"] = {figure: values for figure, values in of_kind.items() if values}
+        return measured
 
     def measure_constant(self, task: Task, depth: int) -> Obedience:
         """Compute the figures of a scorer that gives every document the same score, whatever it is asked."""
@@ -136,12 +136,12 @@ class _Asks:
     """Collects the further queries of a task."""
 
     def __init__(self, task: Task) -> None:
-        self.known = {query.id: query for query in task.queries}
+        self.query_of = {query.id: query for query in task.queries}
         self.made: dict[str, tuple[Query, str]] = {}
 
     def ask(self, twin: str, condition: str, instruction: str | None) -> str:
         name = f"{twin}~{condition.replace(' ', '-')}"
-        self.made[name] = (replace(self.known[twin], id=name, instruction=instruction), twin)
+        self.made[name] = (replace(self.query_of[twin], id=name, instruction=instruction), twin)
         return name
 
     def both(self, condition: str, pair: tuple[str, str], instructions: Sequence[str | None]) -> Asked:
@@ -151,7 +151,7 @@ class _Asks:
         """Ask without instruction: once if both queries have the same text."""
         asked = self.both(QUERY_ONLY, pair, (None, None))
         first, second = pair
-        if self.known[first].query == self.known[second].query:
+        if self.query_of[first].query == self.query_of[second].query:
             del self.made[asked[second]]
             return dict.fromkeys(pair, asked[first])
         return asked
@@ -159,11 +159,11 @@ class _Asks:
 
 def pairs_of(changes: Iterable[Change]) -> list[tuple[str, str]]:
     """Return the (original, changed) queries of changes; two changes in opposite directions are one pair."""
-    found: dict[tuple[str, str], None] = {}
+    pairs: dict[tuple[str, str], None] = {}
     for change in changes:
-        if change.documents and (change.changed, change.original) not in found:
-            found[change.original, change.changed] = None
-    return list(found)
+        if change.documents and (change.changed, change.original) not in pairs:
+            pairs[change.original, change.changed] = None
+    return list(pairs)
 
 
 def word_overlap(task: Task, depth: int) -> float | None:
@@ -178,12 +178,12 @@ def constant(task: Task, depth: int) -> dict[str, dict[str, float]]:
     """Rank every query with equal scores: documents by id, descending."""
     longest = max(map(len, task.excluded.values()), default=0)
     every = sorted(task.corpus["id"].to_pylist(), reverse=True)[: depth + longest]
-    found = {}
+    run = {}
     for query in task.queries:
         documents = every if task.candidates is None else sorted(task.candidates[query.id], reverse=True)
         kept = [document for document in documents if document not in task.excluded.get(query.id, ())]
-        found[query.id] = dict.fromkeys(kept[:depth], 0.0)
-    return found
+        run[query.id] = dict.fromkeys(kept[:depth], 0.0)
+    return run
 
 
 def _paraphrase(instruction: str | None) -> str | None:
@@ -239,7 +239,7 @@ def _reversed(
     pairs: Sequence[tuple[str, str]], lost: Mapping[tuple[str, str], Sequence[str]], run: Run
 ) -> dict[str, float]:
     """Return, per pair of queries, the share of labelled document pairs that each instruction puts in its own order."""
-    found = {}
+    shares = {}
     for a, b in pairs:
         only_a, only_b = lost[a, b], lost.get((b, a), ())
         if not only_b:  # no document is relevant only under the changed instruction
@@ -247,8 +247,8 @@ def _reversed(
         under_a = ([p for p, _ in places(run[a], only_a)], [p for p, _ in places(run[a], only_b)])
         under_b = ([p for p, _ in places(run[b], only_a)], [p for p, _ in places(run[b], only_b)])
         every = [(i, j) for i in range(len(only_a)) for j in range(len(only_b))]
-        found[a] = fmean(under_a[0][i] < under_a[1][j] and under_b[1][j] < under_b[0][i] for i, j in every)
-    return found
+        shares[a] = fmean(under_a[0][i] < under_a[1][j] and under_b[1][j] < under_b[0][i] for i, j in every)
+    return shares
 
 
 def _infosearch(task: Task, run: Run, plain: Run) -> tuple[dict[str, float], dict[str, float]]:

@@ -1,10 +1,9 @@
 """The published results of an evaluation: figures, their values per query, and the conventions of the measures.
 
-Three files in one directory:
+Two files in one directory:
 
 - `results.json`: format, conventions, descriptions of tasks and models, and all means.
 - `per_query.parquet`: one row per value, `PER_QUERY`, from which the means follow.
-- `obedience.parquet`: the same of the obedience controls, with their condition, if there are any.
 
 Figures of different conventions cannot be compared, so `read` rejects conventions that differ from this version's.
 """
@@ -14,8 +13,8 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +30,13 @@ from infembed_ray.storage.places import Place, errors_at, open_binary, read_text
 
 RESULTS_FILE = "results.json"
 PER_QUERY_FILE = "per_query.parquet"
-OBEDIENCE_FILE = "obedience.parquet"
-FORMAT = "infembed-results/1"
+FORMAT = "infembed-results/2"
 
-PER_QUERY = pa.schema(
-    [(name, pa.string()) for name in ("model", "task", "figure", "query", "group")] + [("value", pa.float64())]
-)
-"""`query` is the id of a query, for p-MRR of the original query, for Robustness@k of a group. Statistics resample whole
-groups, because the queries of a `group` are not independent."""
-OBEDIENCE = pa.schema([("condition", pa.string()), *PER_QUERY])
-_TOLERANCE = 1e-9
-"""Tolerance between a stored mean and the mean of its values: sums of floats depend on their order."""
+_NAMES = ("condition", "model", "task", "figure", "query", "group")
+PER_QUERY = pa.schema([*((name, pa.string()) for name in _NAMES), ("value", pa.float64())])
+"""`condition` is that of an obedience control; null: the task as it is. `query` is the id of a query, for p-MRR of the
+original query, for Robustness@k of a group. Statistics resample whole groups, because the queries of a `group` are not
+independent."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +80,6 @@ class Results:
     """Documents per ranking."""
     obedience: Mapping[str, Mapping[str, Obedience]] = field(default_factory=dict)
     """Label -> task with changed instructions -> condition -> values: of all models, BM25 and a constant."""
-    costs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Label -> `costs.FIGURES`, as far as they were measured."""
 
     @property
     def measures(self) -> set[str]:
@@ -118,9 +111,9 @@ def conventions_of(measures: set[str]) -> dict[str, str]:
 
 def write(directory: Path, results: Results) -> None:
     """Write the files into a directory."""
-    _write_per_query(directory / PER_QUERY_FILE, results)
-    if results.obedience:
-        _write_obedience(directory / OBEDIENCE_FILE, results)
+    with pq.ParquetWriter(directory / PER_QUERY_FILE, PER_QUERY) as writer:
+        for rows in _tables(results):
+            writer.write_table(pa.table(list(zip(*rows, strict=True)) or [()] * len(PER_QUERY), schema=PER_QUERY))
     plain = {
         "format": FORMAT,
         "conventions": conventions_of(results.measures),
@@ -137,9 +130,23 @@ def write(directory: Path, results: Results) -> None:
         "models": {label: dict(about) for label, about in results.models.items()},
         "figures": results.figures,
         **({"obedience": results.obedience_means} if results.obedience else {}),
-        **({"costs": results.costs} if results.costs else {}),
     }
     durable.replace_json(directory / RESULTS_FILE, plain)
+
+
+def _tables(results: Results) -> Iterator[list[tuple[Any, ...]]]:
+    """Yield the rows of each model and task: one row group, in which repeated names compress well."""
+    for model in dict.fromkeys([*results.scores, *results.obedience]):
+        own, controls = results.scores.get(model, {}), results.obedience.get(model, {})
+        for task in dict.fromkeys([*own, *controls]):
+            groups = results.tasks[task].groups
+            conditions: list[tuple[str | None, Scores]] = [(None, own.get(task, {})), *controls.get(task, {}).items()]
+            yield [
+                (condition, model, task, figure, query, groups.get(query), value)
+                for condition, scores in conditions
+                for figure, values in scores.items()
+                for query, value in values.items()
+            ]
 
 
 def read(path: Place, name: str = "results") -> Results:
@@ -151,149 +158,78 @@ def read(path: Place, name: str = "results") -> Results:
 
     Raises:
         InputError: a file is missing or damaged; its format or a convention differs from this version's; a value is
-            missing, duplicated or not finite; a mean does not follow from its values.
+            missing, duplicated or not finite.
     """
     file = path / RESULTS_FILE
     with errors_at(path, name):
-        plain = _plain(file, name)
-    try:
-        summaries = {
-            task: TaskSummary(
-                tuple(Figure(f["name"], f["measure"], f["kind"]) for f in s["figures"]), {}, s["about"], s["content"]
+        text = read_text(file)
+        if text is None:
+            raise InputError(f"{name}={path}: no {RESULTS_FILE} there; give an output of infembed evaluate")
+        try:
+            plain = json.loads(text)
+            if plain["format"] != FORMAT:
+                raise InputError(f"{name}={file}: format is {plain['format']!r}, expected {FORMAT!r}; evaluate again")
+            figures = {
+                task: tuple(Figure(f["name"], f["measure"], f["kind"]) for f in summary["figures"])
+                for task, summary in plain["tasks"].items()
+            }
+            scores, obedience, groups = _read_values(path / PER_QUERY_FILE, list(plain["models"]), figures)
+            tasks = {
+                task: TaskSummary(figures[task], groups.get(task, {}), summary["about"], summary["content"])
+                for task, summary in plain["tasks"].items()
+            }
+            results = Results(tasks, plain["models"], scores, int(plain["depth"]), obedience)
+            conventions: Mapping[str, str] = dict(plain["conventions"])
+        except InputError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError, OSError, pa.ArrowException) as error:
+            raise InputError(f"{name}={path}: damaged ({in_one_line(error)}); evaluate again") from error
+    for kind, expected in conventions_of(results.measures).items():
+        if (recorded := conventions.get(kind)) != expected:
+            raise InputError(
+                f"{name}={file}: convention of {kind} is {recorded!r}, expected {expected!r}: the figures cannot be "
+                "compared; evaluate again"
             )
-            for task, s in plain["tasks"].items()
-        }
-        stored_means, models, depth = plain["figures"], plain["models"], int(plain["depth"])
-        conventions: Mapping[str, str] = dict(plain["conventions"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise InputError(f"{name}={file}: damaged ({in_one_line(error)}); evaluate again") from error
-    with errors_at(path, name):
-        obedience = _obedience(path / OBEDIENCE_FILE, name) if "obedience" in plain else {}
-    empty = Results(summaries, models, {}, depth, obedience, plain.get("costs", {}))
-    _check_conventions(file, name, conventions, empty.measures)
-    with errors_at(path, name):
-        scores, groups = _scores(path / PER_QUERY_FILE, name, empty)
-    tasks = {task: replace(summary, groups=groups.get(task, {})) for task, summary in summaries.items()}
-    results = replace(empty, tasks=tasks, scores=scores)
-    _check_values(path, name, results, stored_means)
     return results
 
 
-def _plain(file: Place, name: str) -> dict[str, Any]:
-    text = read_text(file)
-    if text is None:
-        raise InputError(f"{name}={file.parent}: no {RESULTS_FILE} there; give an output of infembed evaluate")
-    try:
-        plain = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{name}={file}: not valid JSON ({in_one_line(error)}); evaluate again") from error
-    found = plain.get("format") if isinstance(plain, dict) else None
-    if found != FORMAT:
-        raise InputError(f"{name}={file}: format is {found!r}, expected {FORMAT!r}; evaluate again")
-    return plain
+def _read_values(
+    file: Place, models: list[str], figures: Mapping[str, tuple[Figure, ...]]
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, dict[str, str]]]:
+    """Read the values of the tasks and of the controls by model and task, and the groups of queries by task.
 
-
-def _check_conventions(file: Place, name: str, found: Mapping[str, str], measures: set[str]) -> None:
-    for kind, expected in conventions_of(measures).items():
-        if (text := found.get(kind)) != expected:
-            raise InputError(
-                f"{name}={file}: convention of {kind} is {text!r}, expected {expected!r}: the figures cannot be compared; "
-                "evaluate again"
-            )
-
-
-def _rows(file: Place, name: str, schema: pa.Schema) -> pa.Table:
-    if not file.is_file():
-        raise InputError(f"{name}={file}: no such file, and {RESULTS_FILE} alone is not enough; evaluate again")
-    try:
-        with open_binary(file) as source:
-            return pq.read_table(source).select(schema.names).cast(schema)
-    except (pa.ArrowException, KeyError, OSError, ValueError) as error:
-        raise InputError(f"{name}={file}: not the values of results ({in_one_line(error)}); evaluate again") from error
-
-
-def _obedience(file: Place, name: str) -> dict[str, dict[str, dict[str, dict[str, dict[str, float]]]]]:
-    """Read the values of the controls: model -> task -> condition -> figure -> query -> value."""
-    found: dict[str, Any] = {}
-    for condition, model, task, figure, query, _, value in zip(
-        *(column.to_pylist() for column in _rows(file, name, OBEDIENCE).columns), strict=True
-    ):
-        if value is None or not math.isfinite(value):
-            raise InputError(
-                f"{name}={file}: model {model!r}, query {query!r}: value {value} is not finite; evaluate again"
-            )
-        of_condition = found.setdefault(model, {}).setdefault(task, {}).setdefault(condition, {})
-        of_condition.setdefault(figure, {})[query] = value
-    return found
-
-
-def _write_obedience(file: Path, results: Results) -> None:
-    rows = [
-        (condition, model, task, figure, query, results.tasks[task].groups.get(query), value)
-        for model, of_model in results.obedience.items()
-        for task, conditions in of_model.items()
-        for condition, scores in conditions.items()
-        for figure, values in scores.items()
-        for query, value in values.items()
-    ]
-    pq.write_table(pa.table(list(zip(*rows, strict=True)), schema=OBEDIENCE), file)
-
-
-def _scores(file: Place, name: str, known: Results) -> tuple[dict[str, dict[str, Scores]], dict[str, dict[str, str]]]:
-    """Read all values: model -> task -> figure -> query -> value; and the groups of queries: task -> query -> group."""
-    rows = _rows(file, name, PER_QUERY)
-    scores: dict[str, dict[str, dict[str, dict[str, float]]]] = {
-        model: {task: {figure.name: {} for figure in summary.figures} for task, summary in known.tasks.items()}
-        for model in known.models
+    Raises:
+        ValueError: a value is not finite, occurs twice, is of an unknown figure, or not of every model.
+    """
+    with open_binary(file) as source:
+        columns = pq.read_table(source).select(PER_QUERY.names).cast(PER_QUERY).columns
+    scores: dict[str, dict[str, Any]] = {
+        model: {task: {figure.name: {} for figure in of_task} for task, of_task in figures.items()} for model in models
     }
+    obedience: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, str]] = defaultdict(dict)
-    for model, task, figure, query, group, value in zip(*(column.to_pylist() for column in rows.columns), strict=True):
-        fault, of_figure = "", scores.get(model, {}).get(task, {}).get(figure)
-        if value is None or not math.isfinite(value):
-            fault = f", query {query!r}: value {value} is not finite"
-        elif of_figure is None:
-            fault = f": {RESULTS_FILE} has none"
-        elif query in of_figure:
-            fault = f", query {query!r}: has two values"
-        if fault or of_figure is None:
-            raise InputError(f"{name}={file}: model {model!r}, task {task!r}, figure {figure!r}{fault}; evaluate again")
+    for row in zip(*(column.to_pylist() for column in columns), strict=True):
+        condition, model, task, figure, query, group, value = row
+        of_task = scores[model][task] if condition is None else None
+        if of_task is None:
+            of_condition = obedience.setdefault(model, {}).setdefault(task, {}).setdefault(condition, {})
+            of_figure = of_condition.setdefault(figure, {})
+        else:
+            of_figure = of_task[figure]
+        if value is None or not math.isfinite(value) or query in of_figure:
+            fault = "occurs twice" if query in of_figure else "is not finite"
+            raise ValueError(
+                f"{PER_QUERY_FILE}: model {model!r}, task {task!r}, figure {figure!r}, query {query!r}: {value} {fault}"
+            )
         of_figure[query] = value
         if group is not None:
             groups[task][query] = group
-    return {model: dict(of_model) for model, of_model in scores.items()}, groups
-
-
-def _write_per_query(file: Path, results: Results) -> None:
-    """Write one row group per model and task, in which repeated names compress well."""
-    with pq.ParquetWriter(file, PER_QUERY) as writer:
-        for model, of_model in results.scores.items():
-            for task, scores in of_model.items():
-                groups = results.tasks[task].groups
-                rows = [
-                    (model, task, figure, query, groups.get(query), value)
-                    for figure, values in scores.items()
-                    for query, value in values.items()
-                ]
-                writer.write_table(pa.table(list(zip(*rows, strict=True)) or [()] * len(PER_QUERY), schema=PER_QUERY))
-
-
-def _check_values(path: Place, name: str, results: Results, stored: Any) -> None:
-    """Check that all models have values for the same queries, and that the stored means follow from them."""
-    baseline = next(iter(results.scores.values()), {})
-    found = results.figures
-    for model, of_model in results.scores.items():
-        for task, scores in of_model.items():
-            for figure, values in scores.items():
-                if other := values.keys() ^ baseline[task][figure].keys():
-                    raise InputError(
-                        f"{name}={path / PER_QUERY_FILE}: task {task!r}, figure {figure!r}: query {min(other)!r} has no "
-                        f"value of every model ({model!r} differs); evaluate again"
+    for model, of_model in scores.items():
+        for task, of_task in of_model.items():
+            for figure, values in of_task.items():
+                if lacking := values.keys() ^ scores[models[0]][task][figure].keys():
+                    raise ValueError(
+                        f"{PER_QUERY_FILE}: task {task!r}, figure {figure!r}: query {min(lacking)!r} has no value of every model "
+                        f"({model!r} differs)"
                     )
-                written, mean = stored.get(model, {}).get(task, {}).get(figure), found[model][task][figure]
-                if written != mean and (
-                    None in (written, mean) or not math.isclose(written, mean or 0.0, abs_tol=_TOLERANCE)
-                ):
-                    raise InputError(
-                        f"{name}={path / RESULTS_FILE}: model {model!r}, task {task!r}, figure {figure!r} is {written}, but its "
-                        f"values in {PER_QUERY_FILE} have the mean {mean}; evaluate again"
-                    )
+    return scores, obedience, groups

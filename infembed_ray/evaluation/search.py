@@ -81,14 +81,14 @@ def exact_search(
     return [ranking for keys in best for ranking in _rankings(keys, ids, by_id)]
 
 
-def rows_of(ids: pa.ChunkedArray, named: Sequence[Collection[str]]) -> list[np.ndarray]:
+def rows_of(ids: pa.ChunkedArray, id_lists: Sequence[Collection[str]]) -> list[np.ndarray]:
     """Return the rows, ascending, of the documents named for each query; documents not in the corpus are ignored."""
-    wanted = pa.array(sorted({name for names in named for name in names}), pa.string())
+    wanted = pa.array(sorted({name for names in id_lists for name in names}), pa.string())
     places = pc.index_in(ids, value_set=wanted)  # the reverse would build a table of all ids
     rows = pc.indices_nonzero(places.is_valid()).to_pylist()
-    found = wanted.take(places.drop_null().combine_chunks()).to_pylist()
-    row_of = dict(zip(found, rows, strict=True))
-    return [np.array(sorted(row_of[n] for n in set(names) if n in row_of), dtype=np.int64) for names in named]
+    present = wanted.take(places.drop_null().combine_chunks()).to_pylist()
+    row_of = dict(zip(present, rows, strict=True))
+    return [np.array(sorted(row_of[n] for n in set(names) if n in row_of), dtype=np.int64) for names in id_lists]
 
 
 def _blocks(corpus: np.ndarray | Iterable[np.ndarray]) -> Iterator[np.ndarray]:
@@ -123,10 +123,10 @@ def _keys(scores: Tensor, id_rank: Tensor) -> Tensor:
 
 def _rankings(keys: Tensor, ids: pa.ChunkedArray, by_id: np.ndarray) -> Iterator[dict[str, float]]:
     """Unpack the keys of the top documents of some queries: document id -> score, best first."""
-    found = keys.sort(dim=1, descending=True).values.cpu()
-    lengths = (found != _NOTHING).sum(dim=1).tolist()
-    names = iter(ids.take(pa.array(by_id[(found & _LOW).numpy()[(found != _NOTHING).numpy()]])).to_pylist())
-    for length, scores in zip(lengths, _scores(found).tolist(), strict=True):
+    best = keys.sort(dim=1, descending=True).values.cpu()
+    lengths = (best != _NOTHING).sum(dim=1).tolist()
+    names = iter(ids.take(pa.array(by_id[(best & _LOW).numpy()[(best != _NOTHING).numpy()]])).to_pylist())
+    for length, scores in zip(lengths, _scores(best).tolist(), strict=True):
         yield {next(names): score for score in scores[:length]}
 
 

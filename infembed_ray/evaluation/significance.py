@@ -59,7 +59,7 @@ class Stratum:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class IntervalEstimate:
     """A value and its confidence interval."""
 
     value: float
@@ -71,8 +71,8 @@ class Estimate:
 class Compared:
     """A model's figure and its difference to the baseline; None for the baseline itself."""
 
-    mean: Estimate
-    difference: Estimate | None = None
+    mean: IntervalEstimate
+    difference: IntervalEstimate | None = None
     p: float | None = None
     """p-value of the difference, not corrected."""
 
@@ -83,7 +83,7 @@ def compare(
     confidence: float = CONFIDENCE,
     seed: int = SEED,
 ) -> list[Compared]:
-    """Estimate the means of m models and their differences to the first.
+    """IntervalEstimate the means of m models and their differences to the first.
 
     Args:
         strata: one or more tasks of the same models. The figure is the unweighted mean of their means.
@@ -100,8 +100,8 @@ def compare(
     p_values = _randomisation(strata, resamples, np.random.default_rng(seed))
     return [
         Compared(
-            Estimate(float(means[m]), float(low[m]), float(high[m])),
-            Estimate(float(means[m] - means[0]), float(low_delta[m]), float(high_delta[m])) if m else None,
+            IntervalEstimate(float(means[m]), float(low[m]), float(high[m])),
+            IntervalEstimate(float(means[m] - means[0]), float(low_delta[m]), float(high_delta[m])) if m else None,
             float(p_values[m]) if m else None,
         )
         for m in range(len(means))

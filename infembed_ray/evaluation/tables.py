@@ -10,7 +10,7 @@ import numpy as np
 from infembed_ray.evaluation import significance
 from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.significance import Compared, Stratum, compare, holm
-from infembed_ray.evaluation.tasks.registry import BENCHMARKS
+from infembed_ray.evaluation.tasks.catalogue import BENCHMARKS
 
 LEVEL = 0.05
 MARK = "*"
@@ -60,11 +60,11 @@ def columns(results: Results) -> dict[str, list[Column]]:
 
     A task of no benchmark is a benchmark of its own.
     """
-    found: dict[str, list[Column]] = {}
+    columns_of: dict[str, list[Column]] = {}
     for benchmark in BENCHMARKS.values():
         for name, figures in benchmark.averages.items():
             if all(task in results.tasks for task in figures):
-                found.setdefault(benchmark.title, []).append(_shown(f"average {name}", tuple(figures.items())))
+                columns_of.setdefault(benchmark.title, []).append(_shown(f"average {name}", tuple(figures.items())))
     titles = {
         entry.name: (benchmark.title, entry.title)
         for benchmark in BENCHMARKS.values()
@@ -74,8 +74,8 @@ def columns(results: Results) -> dict[str, list[Column]]:
         benchmark_title, own = titles.get(task, (task, task))
         for figure in summary.figures:
             title = figure.name if own == benchmark_title else f"{own} {figure.name}"
-            found.setdefault(benchmark_title, []).append(_shown(title, ((task, figure.name),)))
-    return found
+            columns_of.setdefault(benchmark_title, []).append(_shown(title, ((task, figure.name),)))
+    return columns_of
 
 
 def cells(results: Results, column: Column, models: Sequence[str] | None = None) -> dict[str, Cell]:

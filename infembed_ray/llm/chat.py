@@ -15,6 +15,11 @@ UNREADABLE = "unreadable"
 
 CAP = "max_completion_tokens"
 """Parameter that bounds the tokens of an answer."""
+UNCAPPED = "uncapped"
+"""Mark in the dialect of a model that is not known to keep to the cap of an answer; IGNORED: it is known not to."""
+IGNORED = "ignored"
+PROBE = "probe"
+"""Step of a short question that shows whether an endpoint answers."""
 
 _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, check_circular=False)
 _CAPPED = re.compile(rb'\{"%b": \d+, ' % CAP.encode())

@@ -7,18 +7,20 @@ instead of 0.1 to 0.2 ms, which would make it the bottleneck of a fan-out.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import aiohttp
 
 from infembed_ray.config.llm import Endpoint
-from infembed_ray.llm.chat import Completion, Dialect, Request, RowFailure, RunFailure
+from infembed_ray.llm.chat import UNCAPPED, Completion, Dialect, Request, RowFailure, RunFailure
 from infembed_ray.llm.endpoint import CHAT, ErrorBody, RateLimited, Route, ServerError, Unanswered, WireFormat, one_line
 from infembed_ray.llm.gates import Gate
 from infembed_ray.llm.journal import Journal
@@ -26,6 +28,7 @@ from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts, used_by
 from infembed_ray.llm.transport import Transport
+from infembed_ray.llm.worst_cases import WorstCases
 
 T = TypeVar("T")
 
@@ -71,14 +74,16 @@ class ChatClient:
         self._asking: dict[str, asyncio.Future[Completion]] = {}
         self._learn = learn
         self._learning = asyncio.Lock()
+        self._worst = WorstCases(wire, table, limiter.budgeted, limiter.warn)
 
     async def complete(self, request: Request) -> Completion:
         """Return the completion of a request: from the journal, from an equal request in flight, or from an endpoint.
 
         Raises:
-            RowFailure: the endpoint refuses this request, or every retry failed.
-            RunFailure: the endpoints refuse all requests (key, model, quota) or cannot be reached, the budget is used
-                up, the journal fails, or another process met such a failure. From then on, nothing more is sent.
+            RowFailure: the endpoint refuses this request, or every retry failed, while it answers others.
+            RunFailure: the endpoints refuse all requests (key, model, quota) or have not answered for `patience_s`, the
+                budget is used up, the journal fails, or another process met such a failure. From then on, nothing
+                more is sent.
         """
         try:
             known = self._journal.get(*request.keys)
@@ -125,35 +130,36 @@ class ChatClient:
         """Send a request within the limits, with retries, and without the journal; raises as `complete` does."""
         if self._learn is not None:
             await self._learn_dialects()
-        cost = self._wire.worst_case(request, self._table)
         tries = _Tries()
         while True:
-            route, gate = await self._enter(request.model, cost)
-            used, limited = cost, False
-            sent = time.monotonic()
-            try:
-                completion = await self._attempt(route, gate, request, tries)
-                used = used_by(request, completion, self._table) or cost
-                self._limiter.traffic.add_answer(time.monotonic() - sent)
-                return completion
-            except Unanswered as failure:
-                tries.took_s += time.monotonic() - sent
-                used = cost if failure.paid else _UNPAID
-                limited = isinstance(failure, RateLimited)
-                pause_s = self._pause_after(failure, route, request.model, tries)
-            except (RowFailure, RunFailure) as failure:
-                used = _UNPAID
-                self._limiter.traffic.failed += 1
-                if isinstance(failure, RowFailure):
-                    raise
-                self._drop(route, failure)
-                pause_s = 0.0
-            finally:
-                self._limiter.settle(cost, used, sent)
-                gate.leave(limited)
-            if pause_s:
-                tries.took_s += pause_s
-                await self._limiter.pause(pause_s)
+            failure: Unanswered | RowFailure | None = None
+            async with self._worst.room(request):
+                route, gate, cost = await self._enter(request)
+                used = cost
+                sent = time.monotonic()
+                try:
+                    completion = await self._attempt(route, gate, request, tries)
+                    used = used_by(request, completion, self._table) or cost
+                    self._limiter.traffic.add_answer(time.monotonic() - sent)
+                    return completion
+                except Unanswered as unanswered:
+                    failure = unanswered
+                    used = cost if failure.paid else _UNPAID
+                except RowFailure as refused:
+                    failure, used = refused, _UNPAID
+                except RunFailure as refused:
+                    used = _UNPAID
+                    self._limiter.traffic.failed += 1
+                    self._drop(route, refused)
+                finally:
+                    self._limiter.settle(cost, used, sent)
+                    gate.leave(isinstance(failure, RateLimited))
+            if failure is None:
+                continue
+            tries.took_s += time.monotonic() - sent
+            if pause := await self._pause_after(failure, route, request, tries):
+                tries.took_s += pause
+                await self._limiter.pause(pause)
 
     async def _learn_dialects(self) -> None:
         async with self._learning:
@@ -166,22 +172,31 @@ class ChatClient:
                 raise
             for route, dialects in zip(self._routes, learned, strict=True):
                 route.dialects = dialects
+                route.reached = bool(dialects)
+            capped = [{model for model, dialect in each.items() if UNCAPPED not in dialect} for each in learned]
+            self._worst.capped = set.intersection(*capped)
             self._learn = None
 
-    async def _enter(self, model: str, cost: Amounts) -> tuple[_RestingRoute, Gate]:
-        """Wait until a request with this worst case may be sent; return the endpoint and the gate, to be left afterwards."""
-        await self._limiter.enter(cost)
-        route = self._choose(model)
-        gate = route.gate(model)
-        if not gate.take(cost):
-            self._limiter.settle(cost, _UNSENT, time.monotonic())  # another model may use the slot meanwhile
-            await gate.wait(cost)
-            try:
-                await self._limiter.enter(cost)
-            except RunFailure:
-                gate.leave(limited=False)
-                raise
-        return route, gate
+    async def _enter(self, request: Request) -> tuple[_RestingRoute, Gate, Amounts]:
+        """Wait until a request may be sent; return the endpoint, the gate, to be left afterwards, and the worst case."""
+        while True:
+            cap = self._worst.cap(request)
+            cost = self._worst.amounts(request, cap)
+            await self._limiter.enter(cost)
+            route = self._choose(request.model)
+            gate = route.gate(request.model)
+            if not gate.take(cost):
+                self._limiter.settle(cost, _UNSENT, time.monotonic())  # another model may use the slot meanwhile
+                await gate.wait(cost)
+                try:
+                    await self._limiter.enter(cost)
+                except RunFailure:
+                    gate.leave(limited=False)
+                    raise
+            if self._worst.cap(request) == cap:
+                return route, gate, cost
+            self._limiter.settle(cost, _UNSENT, time.monotonic())  # meanwhile a longer answer has arrived
+            gate.leave(limited=False)
 
     async def _attempt(self, route: _RestingRoute, gate: Gate, request: Request, tries: _Tries) -> Completion:
         if self._transport is None:
@@ -206,39 +221,108 @@ class ChatClient:
             completion = self._wire.parse(response.body)
         except ErrorBody as error:
             raise route.failure(request, error.status, response.headers, error.body) from error
-        route.answered = True
         route.faults = 0
+        route.pulses[request.model].note(None)
+        self._worst.learn(request, completion)
         return completion
 
-    def _pause_after(self, failure: Unanswered, route: _RestingRoute, model: str, tries: _Tries) -> float:
-        """Return the seconds to wait after a failed attempt; raise if there must be no further attempt."""
+    async def _pause_after(
+        self, failure: Unanswered | RowFailure, route: _RestingRoute, request: Request, tries: _Tries
+    ) -> float:
+        """Return the seconds to wait after a failed attempt; raise if there must be no further attempt.
+
+        A row fails only if its endpoint answers others; see `_fault`. An endpoint that refuses them all is dropped. If no
+        endpoint answers, the request is retried for `patience_s`; then the run fails.
+        """
+        if isinstance(failure, RowFailure):
+            fault = await self._fault(route, request)
+            if not isinstance(fault, Unanswered):
+                self._limiter.traffic.failed += 1
+                if fault is None:
+                    raise failure
+                self._drop(route, fault)
+                return 0.0
+            failure = fault  # ask again when the endpoint is back
+        model = request.model
         tries.failed += 1
         tries.errors += isinstance(failure, ServerError)
         pause = pause_s(tries.failed - 1, failure.retry_after_s)
-        if isinstance(failure, RateLimited):
+        limited = isinstance(failure, RateLimited)
+        if limited:
             self._limiter.traffic.rate_limited += 1
-            if tries.took_s > self._patience_s:
-                raise RowFailure(f"{failure}; tried {tries.failed} times in {self._patience_s:g} s") from failure
             gate = route.gate(model)
             gate.rests_until = max(gate.rests_until, time.monotonic() + pause)
         else:
             self._limiter.traffic.failed += 1
             tries.faults += 1
-            if tries.faults > self._max_retries:
-                if not any(each.reached for each in self._routes):
-                    unreachable = f"endpoint.base_url={route.endpoint.base_url}: cannot be reached ({failure})"
-                    self._limiter.fail(unreachable)
-                    raise RunFailure(unreachable) from failure
-                raise RowFailure(f"{failure}; tried {tries.failed} times") from failure
             route.count_fault()
+        given_up = tries.faults > self._max_retries or tries.took_s > self._patience_s
         now = time.monotonic()
-        if any(other.wakes_at(model) <= now for other in self._routes if other is not route):
+        others_wake_at = min((each.wakes_at(model) for each in self._routes if each is not route), default=math.inf)
+        if not given_up and others_wake_at <= now:
             return 0.0
-        left_s = max(0.0, self._patience_s - tries.took_s)
-        if failure.retry_after_s > left_s:
-            wait = f"asks to wait {failure.retry_after_s:.0f} s, and endpoint.patience_s leaves {left_s:.0f}"
-            raise RowFailure(f"{failure}; {wait}; tried {tries.failed} times") from failure
-        return pause
+        left_s = self._patience_s - tries.took_s
+        wait_s = min(failure.retry_after_s, others_wake_at - now)
+        if wait_s <= left_s and not given_up:
+            return max(wait_s, min(pause, others_wake_at - now, left_s))
+        where = f"endpoint.base_url={route.endpoint.base_url}"
+        if not limited and not any(each.reached for each in self._routes):
+            self._fail(f"{where}: cannot be reached ({failure}); start it, or correct the URL", failure)
+        if wait_s > self._patience_s:
+            self._fail(
+                f"{where}: asks to wait {wait_s:.0f} s ({failure}); raise endpoint.patience_s, or run it later", failure
+            )
+        for each in sorted(self._routes, key=lambda each: each is not route):
+            fault = await self._fault(each, request)
+            if isinstance(fault, RunFailure):
+                self._drop(each, fault)
+            elif fault is None:
+                if limited or tries.faults > self._max_retries:
+                    raise RowFailure(f"{failure}; tried {tries.failed} times in {tries.took_s:.0f} s") from failure
+                return pause
+        if wait_s > left_s or left_s <= 0:
+            self._fail(
+                f"{where}: no answer to {model} in {tries.took_s:.0f} s ({failure}); mend it, or raise endpoint.patience_s",
+                failure,
+            )
+        tries.faults = 0  # an outage says nothing about the request
+        return min(pause, left_s)
+
+    async def _fault(self, route: _RestingRoute, request: Request) -> Unanswered | RunFailure | None:
+        """Ask a short question; return why the endpoint does not answer it, or None.
+
+        Concurrent calls share a question, and an answer to any other request to the model replaces it.
+        """
+        pulse, now = route.pulses[request.model], time.monotonic()
+        async with pulse.asking:
+            if pulse.at < now:
+                probe = self._wire.probe(request)
+                cost = self._wire.worst_case(probe, self._table)
+                await self._limiter.enter(cost)
+                used, began = _UNPAID, time.monotonic()
+                try:
+                    answer = await self._attempt(route, route.gate(request.model), probe, _Tries())
+                    used = used_by(probe, answer, self._table) or cost
+                except Unanswered as failure:
+                    used = cost if failure.paid else _UNPAID
+                    pulse.note(failure)
+                except RunFailure as failure:
+                    pulse.note(failure)
+                except RowFailure as failure:
+                    pulse.note(
+                        RunFailure(
+                            f"endpoint.base_url={route.endpoint.base_url}: refuses every request to {request.model}, also a "
+                            f"short question ({failure}); correct the model's settings, or the account"
+                        )
+                    )
+                finally:
+                    self._limiter.settle(cost, used, began)
+            return pulse.fault
+
+    def _fail(self, failure: str, cause: Exception) -> NoReturn:
+        """Stop the run."""
+        self._limiter.fail(failure)
+        raise RunFailure(failure) from cause
 
     def _drop(self, route: _RestingRoute, failure: RunFailure) -> None:
         """Stop using an endpoint that refuses all requests; stop the run if it is the last one."""
@@ -274,6 +358,19 @@ class _Tries:
     """HTTP 5xx responses."""
 
 
+@dataclass
+class _Pulse:
+    """Whether an endpoint answers requests to a model, as of its last answer or short question."""
+
+    at: float = -math.inf
+    fault: Unanswered | RunFailure | None = None
+    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def note(self, fault: Unanswered | RunFailure | None) -> None:
+        """Note why a request was not answered now; None: it was answered."""
+        self.at, self.fault = time.monotonic(), fault
+
+
 class _RestingRoute(Route):
     """An endpoint that rests after repeated faults, with a gate for each model."""
 
@@ -281,6 +378,8 @@ class _RestingRoute(Route):
         super().__init__(endpoint, path)
         self._limiter = limiter
         self._gates: dict[str, Gate] = {}
+        self.pulses: defaultdict[str, _Pulse] = defaultdict(_Pulse)
+        """By model."""
 
     reached = False
     """Whether it has sent any HTTP response."""

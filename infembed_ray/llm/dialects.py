@@ -2,8 +2,9 @@
 
 Servers call the cap of an answer `max_completion_tokens` or `max_tokens`, reasoning models refuse a temperature, and not all
 take a JSON schema. One short request to each model, with the parameters of the run, shows it before anything is paid for:
-on HTTP 400 or 422, the parameter that the error names is renamed or left out, and the request is sent again. Only the sent
-body is adapted. The journal's key is of the request as the settings say it, so a dialect never asks anything again.
+on HTTP 400 or 422, the parameter that the error names is renamed or left out, and the request is sent again. Some servers take
+`max_completion_tokens` and ignore it: a question with a long answer and a tiny cap shows which name they keep to. Only the
+sent body is adapted. The journal's key is of the request as the settings say it, so a dialect never asks anything again.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
 
 from infembed_ray.config.llm import Endpoint
-from infembed_ray.llm.chat import Dialect, Request, RowFailure, RunFailure, adapted
+from infembed_ray.llm.chat import CAP, IGNORED, UNCAPPED, Dialect, Request, RowFailure, RunFailure, adapted
 from infembed_ray.llm.endpoint import CHAT, ErrorBody, Route, Unanswered, one_line
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts, used_by, worst_case
@@ -35,6 +36,11 @@ Dialects = Sequence[Mapping[str, Dialect]]
 """By endpoint: model -> dialect; without a model, its parameters are sent as they are."""
 _ATTEMPTS = 3
 """Attempts at an endpoint that is busy, before its dialect stays unknown."""
+_CONNECTIONS = 6
+"""Attempts at an endpoint that takes no connection, before it counts as unreachable; 7.5 s."""
+_TINY_CAP = 16
+_LONG_ANSWER = "This is a test. Count from 1 to 100 in words; if JSON is asked for, as its only value."
+"""A question whose answer has hundreds of tokens."""
 
 
 @dataclass
@@ -91,7 +97,7 @@ async def learn(endpoints: Mapping[str, Endpoint], requests: Mapping[str, Reques
 def most_usd(endpoints: Mapping[str, Endpoint], requests: Mapping[str, Request], table: PriceTable) -> float:
     """Return the most that `learn` can cost in USD."""
     asked = sum(endpoint.probe for endpoint in endpoints.values())
-    return asked * _ATTEMPTS * sum(worst_case(request, table)[USD] for request in requests.values())
+    return asked * (_ATTEMPTS + 2) * sum(worst_case(request, table)[USD] for request in requests.values())
 
 
 @dataclass
@@ -109,19 +115,22 @@ class _Probe:
     async def dialect(self, dialect: Dialect) -> Dialect:
         """Send the request until its parameters are taken, and report what they are; begin with a known dialect."""
         address = self.route.address(self.request.model)
-        busy = 0
+        busy, attempts = 0, _ATTEMPTS
         while True:
             body = adapted(self.request.body, dialect)
             try:
                 status, headers, answer = await self.transport.post(address, json.dumps(body).encode(), {})
                 if 200 <= status < 300:
                     self._count(answer)
+                    dialect = await self._with_cap(dialect)
                     self._report(dialect)
                     return dialect
                 failure = self.route.failure(self.request, status, headers, answer)
             except ErrorBody as error:
                 answer = error.body
                 failure = self.route.failure(self.request, error.status, headers, answer)
+            except aiohttp.ClientConnectorError as error:
+                failure, attempts = Unanswered(one_line(error), paid=False), _CONNECTIONS
             except (asyncio.TimeoutError, aiohttp.ClientError, OSError) as error:
                 failure = Unanswered(one_line(error) or "time-out")
             if isinstance(failure, RunFailure):
@@ -132,10 +141,43 @@ class _Probe:
             if isinstance(failure, Unanswered) and failure.paid:
                 self._add(worst_case(self.request, self.table))
             busy += 1
-            if busy == _ATTEMPTS:
+            if busy >= _CONNECTIONS == attempts:
+                raise RunFailure(
+                    f"{self.name}.base_url={self.route.endpoint.base_url}: cannot be reached ({failure}); start it, or correct the URL"
+                )
+            if busy >= _ATTEMPTS == attempts:
                 self.learned.report.append(f"{self._model}: unknown parameters ({failure}); they are sent as set")
-                return dialect
+                return {**dialect, UNCAPPED: None}
             await asyncio.sleep(min(5.0, getattr(failure, "retry_after_s", 0.0)) + 0.5 * busy)
+
+    async def _with_cap(self, dialect: Dialect) -> Dialect:
+        """Return the dialect with the name of the cap that the model keeps to; marked if no name is known to work."""
+        cap = self.request.parameters.get(CAP)
+        if cap is None:
+            return dialect
+        asked = replace(
+            self.request,
+            messages=({"role": "user", "content": _LONG_ANSWER},),
+            parameters={**self.request.parameters, CAP: min(cap, _TINY_CAP)},
+        )
+        found = None
+        for name in dict.fromkeys((dialect.get(CAP, CAP), "max_tokens")):
+            tried = dialect if name == CAP else {**dialect, CAP: name}
+            body = json.dumps(adapted(asked.body, tried)).encode()
+            try:
+                status, _, answer = await self.transport.post(self.route.address(asked.model), body, {})
+                said = CHAT.parse(answer) if 200 <= status < 300 else None
+            except (Unanswered, asyncio.TimeoutError, aiohttp.ClientError, OSError):
+                said = None
+            if said is None:
+                break
+            self._count(answer)
+            if said.completion_tokens <= min(cap, _TINY_CAP):
+                if said.cut_off:
+                    return tried
+                break
+            found = IGNORED
+        return {**dialect, UNCAPPED: found}
 
     @property
     def _model(self) -> str:
@@ -182,6 +224,10 @@ class _Probe:
             for name, instead in dialect.items()
             if name in self.request.parameters
         ]
+        if dialect.get(UNCAPPED) == IGNORED:
+            changes.append(
+                "it ignores the cap of an answer, so the worst case of a request follows from the longest answer"
+            )
         line = f"{self._model} takes {', '.join(names) or 'none of the parameters as they are'}"
         self.learned.report.append("; ".join([line, *changes]))
 

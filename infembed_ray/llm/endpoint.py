@@ -10,12 +10,13 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from typing import Any
 
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.llm.chat import (
+    PROBE,
     UNREADABLE,
     Completion,
     Dialect,
@@ -49,6 +50,8 @@ _MEANINGS = (
         "invalid_request|invalid_argument|unsupported|bad.?request|context.?length|too.long|policy|content.?filter|moderation",
     ),
 )  # of errors without a status, the first that matches
+_NO_QUOTA = re.compile(r"insufficient_(quota|balance|funds|credit)|exceeded_current_quota|billing|payment_required")
+"""Codes and types of errors that only a payment or a new month mends; their texts also name limits that last a minute."""
 _INTERRUPTED = {"error", "abort", "aborted", "insufficient_system_resource"}
 
 
@@ -80,12 +83,10 @@ class ErrorBody(Unanswered):
 
     def __init__(self, error: Any) -> None:
         self.body = json.dumps({"error": error}).encode()
-        said = error_message(self.body)[0]
+        said, codes = error_message(self.body)
         super().__init__(said)
-        fields = error if isinstance(error, dict) else {}
-        codes = [str(fields.get(name, "")) for name in ("code", "status", "type")]
-        number = next((int(code) for code in codes if re.fullmatch(r"[45]\d\d", code)), None)
-        words = " ".join([*codes, said]).lower()
+        number = next((int(code) for code in codes.split() if re.fullmatch(r"[45]\d\d", code)), None)
+        words = f"{codes} {said}".lower()
         self.status = number or next((status for status, word in _MEANINGS if re.search(word, words)), 502)
 
 
@@ -99,6 +100,8 @@ class WireFormat:
     """Parses a response's body; raises Unanswered if it holds no answer."""
     worst_case: Callable[[Request, PriceTable], Amounts]
     """Computes the most that a request can use."""
+    probe: Callable[[Request], Request]
+    """Makes a short request with the same parameters, which shows whether the endpoint answers at all."""
 
 
 class Route:
@@ -106,8 +109,6 @@ class Route:
 
     def __init__(self, endpoint: Endpoint, path: str) -> None:
         self.endpoint = endpoint
-        self.answered = False
-        """Whether it has answered a request."""
         self.dialects: Mapping[str, Dialect] = {}
         """Model -> the parameters that it takes."""
         self._path = path
@@ -129,17 +130,19 @@ class Route:
     def failure(self, request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Exception:
         """Return what an HTTP error means: Unanswered (retry), RowFailure or RunFailure."""
         url = self.endpoint.base_url
-        message, code = error_message(body)
+        message, codes = error_message(body)
         for secret in authorization(self.endpoint).values():  # some gateways echo the key that they refuse
             message = message.replace(secret.removeprefix("Bearer "), "***")
         said = f"HTTP {status}: {message}"
-        if status == 401 or (status == 403 and not self.answered):  # later, a 403 is a firewall refusing one text
+        if status == 401 or (status == 403 and request.step == PROBE):  # otherwise a firewall may refuse one text
             setting = f"endpoint.api_key_env={self.endpoint.api_key_env}"
-            return RunFailure(f"{setting}: {url} refuses its key ({said}); set a valid one on every node")
+            return RunFailure(
+                f"{setting}: {url} refuses its key ({said}); set a valid one on every node, or raise the key's limit"
+            )
         if status == 404:
             return RunFailure(f"model {request.model}: not at endpoint.base_url={url} ({said}); correct one of the two")
-        if status == 402 or code == "insufficient_quota":
-            return RunFailure(f"endpoint.base_url={url}: the quota is used up ({said}); raise it and rerun")
+        if status == 402 or _NO_QUOTA.search(codes):
+            return RunFailure(f"endpoint.base_url={url}: the quota is used up ({said}); raise it")
         if status == 429:
             return RateLimited(said, paid=False, retry_after_s=retry_after_s(headers))
         if status in _RETRYABLE or status >= 500:
@@ -289,7 +292,12 @@ def _joined(content: Any) -> tuple[str, str]:
     return "".join(texts), "".join(_text(part.get("refusal")) for part in parts)
 
 
-CHAT = WireFormat("chat/completions", parse_completion, worst_case)
+def _short_question(request: Request) -> Request:
+    text = "This is a test. Answer with the word yes; if JSON is asked for, as its only value."
+    return replace(request, messages=({"role": "user", "content": text},), prompt="probe=1", step=PROBE, row="")
+
+
+CHAT = WireFormat("chat/completions", parse_completion, worst_case, _short_question)
 
 
 def token_counts(usage: Any, *names: str) -> list[int]:
@@ -311,13 +319,15 @@ def _text(value: Any) -> str:
     return replace_surrogates(value) if isinstance(value, str) else ""
 
 
-def error_message(body: bytes) -> tuple[str, str | None]:
-    """Return message and code of an error body, which may be anything."""
+def error_message(body: bytes) -> tuple[str, str]:
+    """Return the message of an error body, which may be anything, and its code, status and type."""
+    codes = ""
     try:
         error = json.loads(body)["error"]
-        return one_line(error["message"]), error.get("code")
+        codes = " ".join(str(error.get(name) or "") for name in ("code", "status", "type"))
+        return one_line(error["message"]), codes
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return one_line(body.decode(errors="replace")) or "no message", None
+        return one_line(body.decode(errors="replace")) or "no message", codes
 
 
 def one_line(value: object) -> str:

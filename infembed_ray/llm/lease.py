@@ -208,6 +208,11 @@ class RateLimiter(Lease):
         self._stopped = asyncio.Event()
         self._exchanging = asyncio.Lock()
 
+    @property
+    def budgeted(self) -> bool:
+        """Whether the USD are limited."""
+        return USD in self._names
+
     async def enter(self, cost: Amounts) -> None:
         """Wait until a request with this worst case may be sent. The caller must `settle` it afterwards.
 

@@ -32,6 +32,7 @@ from infembed_ray.records.tables import KEPT_FILE
 from infembed_ray.records.tuples import Example
 from infembed_ray.retrieval.index import Index, change_log
 from infembed_ray.storage import durable
+from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place, address
 from infembed_ray.storage.steps import STATES, Published, Step, find_input
 
@@ -176,3 +177,15 @@ def _join(parts: Path, output: Path) -> dict[str, int]:
             counts["tuples"] += table.num_rows
             writer.write_table(table.cast(tuples.SCHEMA))
     return counts
+
+
+def describe(settings: MineSettings) -> Iterator[str]:
+    """Yield what a run would do, line by line; InputError as `prepare`."""
+    inputs, step = prepare(settings)
+    if (yield from state(step)):
+        return
+    index = inputs.index
+    yield f"tuples: {sum(1 for _ in read(settings, inputs.records)):,} of {inputs.records}"
+    yield f"index {index.version}: {index.facts.passages:,} passages, model {index.facts.model}"
+    judge = "the index's encoder" if inputs.teacher is None else getattr(inputs.teacher, "model", inputs.teacher.kind)
+    yield f"negatives: {settings.negatives} of {settings.depth} passages per tuple, judged by {judge}"

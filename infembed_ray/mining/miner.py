@@ -14,7 +14,7 @@ from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.config.mining import MineSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.retrievers.retriever import Encoder, Reranker
+from infembed_ray.evaluation.retrievers.retriever import PairReranker, TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import tables, tuples
@@ -146,7 +146,7 @@ class Miner:
         made, mined, too_similar, short = [], 0, 0, 0
         for row, texts_of_row, scored in zip(rows, texts, scores, strict=True):
             first, own = len(row.positives), len(row.positives) + len(row.negatives)
-            judged = np.exp(-np.logaddexp(0.0, -scored)) if isinstance(self._teacher, Reranker) else scored
+            judged = np.exp(-np.logaddexp(0.0, -scored)) if isinstance(self._teacher, PairReranker) else scored
             allowed = np.flatnonzero(
                 judged[own:] < bound(float(judged[:first].min()), self._settings.max_share)
             ).tolist()
@@ -173,13 +173,13 @@ class Miner:
     def _taught(self, rows: Sequence[Example], texts: Sequence[Sequence[str]]) -> list[np.ndarray]:
         """Return the teacher's scores of the texts of each row: cosines, or logits of a reranker."""
         queries = [Query(row.id, row.query, row.instruction) for row in rows]
-        if isinstance(self._teacher, Encoder):
+        if isinstance(self._teacher, TextEncoder):
             distinct = list(dict.fromkeys(text for of_row in texts for text in of_row))
             place = {text: number for number, text in enumerate(distinct)}
             embeddings = self._teacher.encode_passages(distinct)
             flat = embeddings[[place[text] for of_row in texts for text in of_row]]
             return _products(self._teacher.encode_queries(queries), flat, texts)
-        assert isinstance(self._teacher, Reranker)
+        assert isinstance(self._teacher, PairReranker)
         scores = self._teacher.score(
             [(query, text) for query, of_row in zip(queries, texts, strict=True) for text in of_row]
         )

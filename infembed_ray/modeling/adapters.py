@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from infembed_ray.config.training import Lora
@@ -98,23 +97,6 @@ def merge(backbones: Sequence[Any]) -> None:
             setattr(backbone.get_submodule(parent), own, layer.get_base_layer())
         del backbone.peft_config
         backbone.requires_grad_(True)
-
-
-def with_adapters(model: Any, path: str) -> Any:
-    """Merge saved LoRA adapters into a model's weights.
-
-    Raises:
-        InputError: the path holds no adapters, or adapters of another model.
-    """
-    from peft import PeftModel
-
-    try:
-        return PeftModel.from_pretrained(model, path).merge_and_unload()
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise InputError(
-            f"adapter={path}: no adapters of this model ({' '.join(str(error).split())[:160]}); give the adapters' "
-            "directory, with *.safetensors, and the model they were trained over"
-        ) from error
 
 
 def four_bits(device: str | torch.device) -> dict[str, Any]:

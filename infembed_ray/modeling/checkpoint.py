@@ -10,7 +10,6 @@ Only the functions that load a model or ask the hub import torch and transformer
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -20,7 +19,9 @@ from safetensors import SafetensorError, safe_open
 
 from infembed_ray.config.training import Interaction, PoolingMode, Template
 from infembed_ray.errors import InputError
+from infembed_ray.modeling import pretrained
 from infembed_ray.modeling.attention.dropout import set_attention_dropout
+from infembed_ray.modeling.pretrained import cached, join, read_json, unloadable
 from infembed_ray.storage.object_store import Folder, convert_errors, is_uri
 from infembed_ray.storage.places import Place, fingerprint_files
 from infembed_ray.storage.steps import MANIFEST, STATES, open_input, resolve, resolve_input
@@ -159,33 +160,9 @@ def _require_whole(weights: Path, setting: str) -> None:
 
 def require_loadable(model: str, setting: str, revision: str | None = None) -> None:
     """Read configuration and tokenizer; InputError if it fails, so that errors appear before workers read the weights."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    try:
-        for tower in _towers(model, revision):
-            AutoConfig.from_pretrained(model, subfolder=tower, revision=revision)
-        AutoTokenizer.from_pretrained(model, subfolder=tower, revision=revision)
-    except (OSError, ValueError) as error:
-        raise unloadable(setting, error) from error
-
-
-def unloadable(setting: str, error: Exception) -> InputError:
-    """Return the InputError for an exception of transformers.
-
-    Args:
-        setting: name and value of the setting.
-        error: exception while the model was loaded.
-    """
-    said = " ".join(str(error).split())
-    if "trust_remote_code" in said:
-        return InputError(
-            f"{setting}: needs remote code (trust_remote_code), which infembed never runs; serve it behind an "
-            "OpenAI-compatible /v1/embeddings and evaluate that, or convert it to a class of transformers"
-        )
-    return InputError(
-        f"{setting}: cannot be loaded from a directory or from the hub "
-        f"({said[:160]}); check the spelling, the tokenizer's files and the network"
-    )
+    for tower in _towers(model, revision):
+        pretrained.config(model, setting, tower, revision, native=True)
+    pretrained.tokenizer(model, setting, tower, revision, native=True)
 
 
 def at_revision(model: str, revision: str | None) -> str:
@@ -288,13 +265,13 @@ def describe(model: str, with_pooling: bool = True) -> Description:
     Raises:
         InputError: it has a module or a pooling that this encoder does not support.
     """
-    modules = _read_json(model, "modules.json")
+    modules = read_json(model, "modules.json")
     folders = _modules(model, modules) if modules else {}
-    own = _read_json(model, OWN_CONFIG)
+    own = read_json(model, OWN_CONFIG)
     towers = _towers(model)
-    settings = _read_json(model, "config_sentence_transformers.json")
+    settings = read_json(model, "config_sentence_transformers.json")
     prompts = settings.get("prompts", {})
-    lengths = [_read_json(model, _join(tower, "sentence_bert_config.json")).get("max_seq_length") for tower in towers]
+    lengths = [read_json(model, join(tower, "sentence_bert_config.json")).get("max_seq_length") for tower in towers]
     return Description(
         towers=towers,
         pooling=_saved_pooling(model, folders["Pooling"]) if with_pooling and "Pooling" in folders else None,
@@ -315,6 +292,7 @@ def load(
     towers: Sequence[str],
     with_weights: bool = True,
     attention_dropout: float | None = None,
+    native: bool = False,
     **options: Any,
 ) -> tuple[list[Any], Any]:
     """Load the backbones of a model, and their tokenizer, which has a padding token.
@@ -324,33 +302,31 @@ def load(
         towers: folders of the backbones, from its description.
         with_weights: False: the backbones are on torch's meta device.
         attention_dropout: replaces that of the models' configurations.
+        native: the caller says how the model's attention differs from that of its class in transformers, so that code
+            which the model names is not missed.
         options: options of `AutoModel.from_pretrained`.
 
     Raises:
         InputError: no such model, missing or damaged weights, or a tokenizer that is slow or another model's.
     """
     import torch
-    from transformers import AutoConfig, AutoModel, AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, subfolder=towers[0])
-        configs = [AutoConfig.from_pretrained(model, subfolder=tower) for tower in towers]
-        if attention_dropout is not None:
-            for config in configs:
-                set_attention_dropout(config, attention_dropout, model)
-        if with_weights:
-            backbones = [
-                AutoModel.from_pretrained(model, subfolder=tower, config=config, **options)
-                for tower, config in zip(towers, configs, strict=True)
-            ]
-        else:
-            with torch.device("meta"):
-                backbones = [AutoModel.from_config(config, **options) for config in configs]
-    except (OSError, ValueError, SafetensorError) as error:
-        raise InputError(
-            f"model={model}: cannot be loaded ({' '.join(str(error).split())[:200]}); "
-            "give a directory with config.json, tokenizer and safetensors, or a reachable hub name"
-        ) from error
+    setting = f"model={model}"
+    native = native or is_own(model)
+    remedy = "set bidirectional=true or false, as its model card says, to load the class of transformers instead, or "
+    tokenizer = pretrained.tokenizer(model, setting, towers[0], native=native, remedy=remedy)
+    configs = [pretrained.config(model, setting, tower, native=native, remedy=remedy) for tower in towers]
+    if attention_dropout is not None:
+        for config in configs:
+            set_attention_dropout(config, attention_dropout, model)
+    if with_weights:
+        backbones = [
+            pretrained.weights("AutoModel", model, setting, subfolder=tower, config=config, **options)
+            for tower, config in zip(towers, configs, strict=True)
+        ]
+    else:
+        with torch.device("meta"):
+            backbones = [pretrained.build(config, **options) for config in configs]
     embedded = backbones[0].get_input_embeddings().num_embeddings
     if tokenizer.vocab_size > embedded:  # without added tokens: Qwen2 gets one on loading
         raise InputError(
@@ -364,25 +340,9 @@ def load(
     return backbones, tokenizer
 
 
-def cached(model: str, file: str, revision: str | None = None) -> str | None:
-    """Return the path of a file of a directory or of a hub's model; None if the model has no such file."""
-    if Path(model).is_dir():
-        return found if Path(found := f"{model}/{file}").is_file() else None
-    from transformers.utils import cached_file
-
-    path: str | None = cached_file(
-        model,
-        file,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return path
-
-
 def is_own(model: str) -> bool:
     """Return whether `checkpoint_writer.write` wrote the model, so that it has its template and lengths."""
-    return bool(_read_json(model, OWN_CONFIG))
+    return bool(read_json(model, OWN_CONFIG))
 
 
 def _towers(model: str, revision: str | None = None) -> Sequence[str]:
@@ -391,7 +351,7 @@ def _towers(model: str, revision: str | None = None) -> Sequence[str]:
     Raises:
         InputError: the model has other routes than these two.
     """
-    router = _read_json(model, ROUTER_CONFIG, revision)
+    router = read_json(model, ROUTER_CONFIG, revision)
     if not router:
         return SHARED
     routes = router["structure"]
@@ -408,7 +368,7 @@ def _modules(model: str, listed: list[dict[str, str]]) -> dict[str, str]:
     """Return kind -> folder of the modules of a sentence-transformers directory, with those of its routes."""
     folders = {module["type"].rsplit(".", 1)[-1]: module.get("path", "") for module in listed}
     if "Router" in folders:
-        routed = _read_json(model, ROUTER_CONFIG)["types"]
+        routed = read_json(model, ROUTER_CONFIG)["types"]
         folders |= {kind.rsplit(".", 1)[-1]: folder for folder, kind in routed.items()}
     foreign = sorted(set(folders) - {"Router", "Transformer", "Pooling", "Normalize", "CrossAttention"})
     if foreign:
@@ -417,7 +377,7 @@ def _modules(model: str, listed: list[dict[str, str]]) -> dict[str, str]:
 
 
 def _saved_pooling(model: str, folder: str) -> PoolingMode | None:
-    saved = _read_json(model, _join(folder, "config.json"))
+    saved = read_json(model, join(folder, "config.json"))
     if saved.get("include_prompt") is False:
         raise InputError(
             f"model={model}: leaves prompts out of its pooling, which is not supported; set pooling=mean, last or cls "
@@ -432,13 +392,3 @@ def _saved_pooling(model: str, folder: str) -> PoolingMode | None:
             f"model={model}: pools by {' and '.join(map(str, modes))}; set pooling=mean, last or cls to override it"
         )
     return POOLING_MODES[modes[0]]
-
-
-def _join(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name
-
-
-def _read_json(model: str, name: str, revision: str | None = None) -> Any:
-    """Read a JSON file of a model, from its directory or from the hub; an empty object if it has none."""
-    file = cached(model, name, revision)
-    return json.loads(Path(file).read_text(encoding="utf-8")) if file else {}

@@ -44,6 +44,7 @@ def write(
     longest = max(description.query_length or 0, description.passage_length or 0)
     for number, (tower, backbone) in enumerate(zip(towers, backbones, strict=True)):
         (path / tower).mkdir(parents=True, exist_ok=True)
+        vars(backbone.config).pop("auto_map", None)  # the class of transformers was trained, not code of its base model
         if weights is None:
             backbone.save_pretrained(path / tower)
         else:
@@ -89,6 +90,7 @@ def _write_weights(folder: Path, backbone: Any, weights: Mapping[str, Stored]) -
 
 
 def _write_tokenizer(folder: Path, backbone: Any, tokenizer: Any, longest: int) -> None:
+    tokenizer.init_kwargs.pop("auto_map", None)
     tokenizer.save_pretrained(folder)
     loading: dict[str, Any] = {"max_seq_length": longest, "do_lower_case": False}
     if getattr(backbone.config, "is_causal", None) is False:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from infembed_ray import progress
 from infembed_ray.config.training import PoolingMode
 from infembed_ray.errors import InputError
-from infembed_ray.modeling import adapters, checkpoint, checkpoint_writer
+from infembed_ray.modeling import adapters, checkpoint, checkpoint_writer, pretrained
 from infembed_ray.modeling.attention import prefix_tree
 from infembed_ray.modeling.attention.dropout import attention_dropout
 from infembed_ray.modeling.attention.kernels import Kernels
@@ -109,10 +109,12 @@ class InstructionEncoder(nn.Module):
             raise InputError(f"share_encoder=true: {path} has separate encoders; drop share_encoder")
         if dtype == torch.bfloat16:
             warn_of_slow_bf16(device, "dtype=bfloat16", "dtype=float32")
+        bidirectional = overrides.get("bidirectional")
         options: dict[str, Any] = {"attention_dropout": overrides.get("attention_dropout"), "dtype": dtype}
         options |= adapters.four_bits(device) if quantized else {}
+        options["native"] = bidirectional is not None
         backbones, tokenizer = checkpoint.load(path, saved.towers, with_weights, **options)
-        if (bidirectional := overrides.get("bidirectional")) is not None:
+        if bidirectional is not None:
             for backbone in backbones:
                 backbone.config.is_causal = not bidirectional
         mode = (saved.pooling if pooling == "auto" else pooling) or ("last" if _is_causal(backbones[0]) else "mean")
@@ -388,8 +390,12 @@ class InstructionEncoder(nn.Module):
         Args:
             path: directory to write, created if missing.
             weights: name -> fp32 parameter of each backbone, for an encoder on the meta device without adapters.
+
+        Raises:
+            InputError: parameters are not finite.
         """
         path = Path(path)
+        pretrained.require_finite(f"path={path}", self.named_parameters())
         path.mkdir(parents=True, exist_ok=True)
         if adapters.has(self.backbones):
             adapters.save(self.backbones, path / checkpoint.ADAPTERS)

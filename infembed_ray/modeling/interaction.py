@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from infembed_ray.config.training import PoolingMode
 from infembed_ray.errors import InputError
-from infembed_ray.modeling import checkpoint
+from infembed_ray.modeling import pretrained
 from infembed_ray.modeling.layout import Layout
 from infembed_ray.modeling.tokenizer import Tokens
 
@@ -88,7 +88,7 @@ class CrossAttention(nn.Module):
         Raises:
             InputError: the model has no matrices, or their shapes do not fit.
         """
-        file = checkpoint.cached(path, FILE)
+        file = pretrained.cached(path, FILE)
         if file is None:
             raise InputError(
                 f"model={path}: has no {FILE}, which interaction=cross_attention needs; give the whole checkpoint"
@@ -99,6 +99,7 @@ class CrossAttention(nn.Module):
         if found != needed:
             raise InputError(f"model={path}: {FILE} has {found} instead of {needed}; give the whole checkpoint")
         self.load_state_dict(saved)
+        pretrained.require_finite(f"model={path}", self.named_parameters())
 
 
 def paired(sequences: Sequence[Tokens], lay: Callable[[list[Tokens]], Layout]) -> Layout:

@@ -7,6 +7,7 @@ exporter gives the same graph as the newer one in a third of the time, and needs
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.pooling import truncate
 from infembed_ray.modeling.tokenizer import Side
 from infembed_ray.progress import say
+from infembed_ray.storage.dry_run import require_space, state
 from infembed_ray.storage.steps import Published, Step
 
 INPUTS = ("input_ids", "attention_mask")
@@ -130,3 +132,18 @@ class _Graph(nn.Module):
             last = (attention_mask.sum(dim=1) - 1).view(-1, 1, 1).expand(-1, 1, states.shape[2])
             pooled = states.gather(1, last).squeeze(1)
         return truncate(pooled, self.dimension)
+
+
+_WEIGHT_BYTES = 4
+
+
+def describe(settings: ExportSettings) -> Iterator[str]:
+    """Yield what a run would do, line by line; InputError as `prepare`."""
+    found, step = prepare(settings)
+    if (yield from state(step)):
+        return
+    encoder = InstructionEncoder.from_pretrained(found.path, dimensions=settings.dimensions, device="meta")
+    require_exportable(encoder, settings.model)
+    parameters = sum(parameter.numel() for parameter in encoder.parameters())
+    yield f"graphs: {len(encoder.backbones)}, {encoder.dimension} dimensions"
+    yield require_space(step, _WEIGHT_BYTES * parameters)

@@ -13,24 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
 
-from infembed_ray.config.evaluation import (
-    CausalSettings,
-    ClassifierSettings,
-    RandomSettings,
-    RerankerSettings,
-    Seq2SeqSettings,
-)
+from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling import adapters, checkpoint
+from infembed_ray.modeling import checkpoint, pretrained
 from infembed_ray.modeling.formats import Asked, fill, passage_text, query_text
 from infembed_ray.modeling.layout import length_sorted_batches
 from infembed_ray.progress import say
@@ -39,7 +26,7 @@ from infembed_ray.progress import say
 class RandomReranker:
     """Scores at random, the lower bound for any reranker. The same pair always has the same score."""
 
-    def __init__(self, settings: RandomSettings, identity: str) -> None:
+    def __init__(self, settings: RetrieverSettings, identity: str) -> None:
         self.identity = identity
         self._seed = settings.seed
 
@@ -58,33 +45,29 @@ class ModelReranker(ABC):
     On the device `meta` no weights are read: the constructor checks that model, kind and settings fit.
     """
 
-    model_class: Any
+    model_class: str
+    """Auto class of transformers."""
     model: Any
     tokenizer: Any
 
-    def __init__(self, settings: RerankerSettings, device: str, batch_tokens: int, identity: str) -> None:
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
         self.identity = identity
         self._settings = settings
         self._device = device
         self._batch_tokens = batch_tokens
         self._warned = False
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(settings.model, revision=settings.revision)
-            self.model, loaded = self.model_class.from_pretrained(
-                settings.model,
-                revision=settings.revision,
-                dtype=getattr(torch, settings.dtype),
-                use_safetensors=True,
-                output_loading_info=True,
-                **({"device_map": device} if device == "meta" else {}),
-            )
-        except (OSError, ValueError, SafetensorError) as error:
-            raise checkpoint.unloadable(f"kind={settings.kind}, model={settings.model}", error) from error
-        if missing := sorted(loaded["missing_keys"]):  # transformers initializes them at random
-            raise InputError(
-                f"kind={settings.kind}, model={settings.model}: has no weights for {missing[0]}, so it was not trained "
-                "as such a reranker; correct kind, or give another model"
-            )
+        setting = f"kind={settings.kind}, model={settings.model}"
+        self.tokenizer = pretrained.tokenizer(settings.model, setting, revision=settings.revision)
+        self.model = pretrained.weights(
+            self.model_class,
+            settings.model,
+            setting,
+            revision=settings.revision,
+            config=pretrained.config(settings.model, setting, revision=settings.revision),
+            dtype=getattr(torch, settings.dtype),
+            use_safetensors=True,
+            **({"device_map": device} if device == "meta" else {}),
+        )
         if not self.tokenizer.is_fast:
             raise InputError(
                 f"model={settings.model}: its tokenizer is not a fast tokenizer; convert it to a tokenizer.json"
@@ -165,20 +148,17 @@ class ModelReranker(ABC):
 class _Answering(ModelReranker):
     """Reads a prompt and answers with one of two tokens."""
 
-    _settings: Seq2SeqSettings | CausalSettings
-
-    def __init__(
-        self, settings: Seq2SeqSettings | CausalSettings, device: str, batch_tokens: int, identity: str
-    ) -> None:
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
         super().__init__(settings, device, batch_tokens, identity)
         vocabulary = self.tokenizer.get_vocab()
-        for token in settings.answers:
+        answers = settings.answers or ()
+        for token in answers:
             if token not in vocabulary:
                 raise InputError(
-                    f"answers={list(settings.answers)}: {token!r} is not in the vocabulary of model={settings.model}; "
+                    f"answers={list(answers)}: {token!r} is not in the vocabulary of model={settings.model}; "
                     "write tokens as the vocabulary does, for example ▁true or Ġyes"
                 )
-        self._answers = [vocabulary[token] for token in settings.answers]
+        self._answers = [vocabulary[token] for token in answers]
 
     def _tokenize(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
         most = self._settings.pair_length
@@ -213,7 +193,9 @@ class _Answering(ModelReranker):
         )
 
     def _prompts(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
-        texts = [fill(self._settings.pair, query=query, passage=passage) for query, passage in pairs]
+        texts = [
+            fill(self._settings.pair or "{query} {passage}", query=query, passage=passage) for query, passage in pairs
+        ]
         return _rows(self.tokenizer(texts), "input_ids", "attention_mask") if texts else []
 
     def _difference(self, logits: Tensor) -> Tensor:
@@ -225,7 +207,7 @@ class _Answering(ModelReranker):
 class Seq2Seq(_Answering):
     """An encoder-decoder whose first token is the answer: monoT5 (arXiv 2003.06713), FLAN-T5."""
 
-    model_class = AutoModelForSeq2SeqLM
+    model_class = "AutoModelForSeq2SeqLM"
 
     def _relevance(self, batch: Any) -> Tensor:
         start = torch.full((len(batch["input_ids"]), 1), self.model.config.decoder_start_token_id, device=self._device)
@@ -235,14 +217,14 @@ class Seq2Seq(_Answering):
 class Causal(_Answering):
     """A decoder whose next token is the answer: FollowIR-7B (arXiv 2403.15246), Qwen3-Reranker."""
 
-    model_class = AutoModelForCausalLM
+    model_class = "AutoModelForCausalLM"
 
-    def __init__(self, settings: CausalSettings, device: str, batch_tokens: int, identity: str) -> None:
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
         super().__init__(settings, device, batch_tokens, identity)
         self.tokenizer.padding_side = "left"  # the last column then holds the last token of every row
         if settings.adapter is not None and device != "meta":
             adapter = checkpoint.at_revision(settings.adapter, settings.adapter_revision)
-            self.model = adapters.with_adapters(self.model, adapter).eval()
+            self.model = pretrained.with_adapters(self.model, adapter).eval()
 
     def _relevance(self, batch: Any) -> Tensor:
         positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -256,9 +238,9 @@ class Classifier(ModelReranker):
     With two classes the second is relevance, as in monoBERT; with one, its logit is the score.
     """
 
-    model_class = AutoModelForSequenceClassification
+    model_class = "AutoModelForSequenceClassification"
 
-    def __init__(self, settings: ClassifierSettings, device: str, batch_tokens: int, identity: str) -> None:
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
         super().__init__(settings, device, batch_tokens, identity)
         if self.model.config.num_labels > 2:
             raise InputError(

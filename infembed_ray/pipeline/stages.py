@@ -7,7 +7,7 @@ pipeline was stopped, by a gate or by a kill. Before `serve`, the outputs that p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,6 @@ from infembed_ray.storage.releases import RELEASE
 from infembed_ray.storage.run_state import recorded
 from infembed_ray.storage.steps import LATEST, Published, Step
 
-Check = Callable[..., Iterator[str]]
-"""`check.check`: verb, settings, whether to ask endpoints -> its plan line by line; InputError for every mistake."""
 NOT_MADE = "/output-of-an-earlier-stage"
 """Stands for an output that is not there yet; faults that name it are none."""
 
@@ -33,10 +31,10 @@ def run(settings: PipelineSettings) -> None:
     Raises:
         InputError: a stage has bad input: before the first stage if that does not depend on an earlier one's output.
         GateError: the records or the model failed a gate; nothing was promoted.
-        ClusterError: the API did not start, the canary was rolled back, or Ray lost a process of the run.
+        ClusterError: the API did not start, the release ranked its probes worse, or Ray lost a process of the run.
     """
     checked = (stage for stage in settings.stages if _makers(settings, stage))
-    check_all(*(partial(_check_own, settings, stage, load("cli.check:check")) for stage in checked))
+    check_all(*(partial(_check_own, settings, stage) for stage in checked))
     with recorded(place_of(settings.output), "pipeline", "pipeline"):
         _run_stages(settings)
 
@@ -96,8 +94,8 @@ def output_of(settings: PipelineSettings, stage: str) -> str:
     return (own and own.output) or address(place_of(settings.output) / stage)
 
 
-def check_stages(settings: PipelineSettings, check: Check) -> Iterator[str]:
-    """Check each stage; one whose inputs are not there yet without what depends on them.
+def describe(settings: PipelineSettings) -> Iterator[str]:
+    """Yield what each stage would do; a stage that waits for another one is checked without what depends on that.
 
     Raises:
         InputError: mistakes were found; each line names the stage.
@@ -107,24 +105,24 @@ def check_stages(settings: PipelineSettings, check: Check) -> Iterator[str]:
         waiting = [made for made in _makers(settings, stage) if not _latest(output_of(settings, made))]
         try:
             if waiting:
-                _check_own(settings, stage, check)
+                _check_own(settings, stage)
                 yield f"{stage}: waits for {' and '.join(waiting)}; its other settings are valid"
             else:
-                yield from (f"{stage}: {line}" for line in check(stage, section(settings, stage, {}), False))
+                yield from (f"{stage}: {line}" for line in VERBS[stage].describe(section(settings, stage, {})))
         except InputError as error:
             faults += error.faults if waiting else error.within(f"{stage}.").faults
     if faults:
         raise InputError(*faults)
 
 
-def _check_own(settings: PipelineSettings, stage: str, check: Check) -> None:
+def _check_own(settings: PipelineSettings, stage: str) -> None:
     """Check what a stage does not take from earlier ones.
 
     Raises:
         InputError: mistakes were found; each line names the stage.
     """
     try:
-        for _ in check(stage, section(settings, stage, dict.fromkeys(WIRES, NOT_MADE)), False):
+        for _ in VERBS[stage].describe(section(settings, stage, dict.fromkeys(WIRES, NOT_MADE))):
             pass
     except InputError as error:
         if faults := [fault for fault in error.faults if NOT_MADE not in str(fault)]:

@@ -14,19 +14,29 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from infembed_ray.config.planning import PlanIndexSettings
-from infembed_ray.config.retrieval import Precision
+from infembed_ray.config.retrieval import IndexSettings, Precision
 from infembed_ray.config.training import TrainSettings
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, check_all
 from infembed_ray.planning.backbones import load
 from infembed_ray.planning.hardware import PlannedGpu
 from infembed_ray.planning.memory import GIB
 from infembed_ray.progress import aligned
+from infembed_ray.ray_cluster import on_a_cluster
+from infembed_ray.records.tables import data_files
 from infembed_ray.retrieval import factory as factories
+from infembed_ray.retrieval import preflight
+from infembed_ray.retrieval.build import choose_build
+from infembed_ray.retrieval.index import compacted_from
+from infembed_ray.retrieval.stores.address import is_address
+from infembed_ray.retrieval.work import work_root
+from infembed_ray.storage.dry_run import require_space, state
+from infembed_ray.storage.places import address, listing
 from infembed_ray.training.observability.flops import BackboneFlops
 
 BUILD_THREADS = 16
@@ -308,3 +318,42 @@ def as_json(index_plan: IndexPlan) -> str:
 def _gib(nbytes: float) -> str:
     """Format bytes as GiB: one decimal from 1 GiB on, three below."""
     return f"{nbytes / GIB:,.{1 if nbytes >= GIB else 3}f}"
+
+
+def describe(settings: IndexSettings) -> Iterator[str]:
+    """Yield what a build would do, line by line; InputError as the build."""
+    if is_address(settings.output):
+        yield from _describe_in_engine(settings)
+        return
+    corpus, model, step = preflight.prepare(settings)
+    work = work_root(step, settings)
+    if newest := compacted_from(step)[:1]:
+        yield f"output {address(newest[0])}: compacted from a build of this corpus, so there is nothing to do"
+        return
+    if (yield from state(step, work)):
+        yield f"its files are not read; `infembed index verify {address(step.remote or step.path)}` does"
+        return
+    if settings.gpus_per_shard and not on_a_cluster():
+        factories.require_gpu_faiss()
+    (passages, more), encoder = check_all(
+        lambda: preflight.count_passages(corpus, settings), lambda: preflight.check_model(settings, model)
+    )
+    yield f"passages: {'at least ' if more else ''}{passages:,} of {corpus}"
+    each = math.ceil(passages / settings.shards)
+    build = choose_build(settings, [each], encoder.dimension)
+    yield f"shards: {settings.shards} of {build.factory}, {each:,} passages each on average, {encoder.dimension} dimensions"
+    assert build.factory is not None  # it was chosen, or given
+    text = sum(size for file in data_files(corpus, "corpus") for size in listing(file).values())
+    shard = estimate(build.factory, encoder.dimension, each, -(-text // passages), precision=settings.vectors)
+    encoded = passages * encoder.dimension * (2 if settings.vectors == "float16" else 4)
+    if not more and isinstance(work, Path):
+        yield require_space(step, settings.shards * shard.disk + encoded + 2 * text, work)
+
+
+def _describe_in_engine(settings: IndexSettings) -> Iterator[str]:
+    engine, local = preflight.prepare_engine(settings)
+    corpus, _, step = preflight.prepare(local)
+    passages, more = preflight.count_passages(corpus, settings)
+    yield f"passages: {'at least ' if more else ''}{passages:,} of {corpus}"
+    there = any(version.id == step.identity for version in engine.versions())
+    yield f"output {engine.address}: version {step.identity} {'exists already' if there else 'would be built'}"

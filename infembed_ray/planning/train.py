@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
@@ -35,13 +36,17 @@ from infembed_ray.planning.memory import (
     start_memory,
     step_memory,
 )
-from infembed_ray.progress import aligned
+from infembed_ray.progress import aligned, counted
 from infembed_ray.records.tables import Record
 from infembed_ray.records.tuples import TrainingRecord
-from infembed_ray.training import deepspeed_config, sources
+from infembed_ray.storage.dry_run import gib, require_space_of_workers, state
+from infembed_ray.storage.steps import STATES
+from infembed_ray.training import deepspeed_config, launch, sources
+from infembed_ray.training.checkpoints.manager import CheckpointManager
 from infembed_ray.training.collate import Batch, collate, drawn, token_counts
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.observability.flops import BackboneFlops
+from infembed_ray.training.sources import Tally
 
 _CPU = Offload(optimizer="cpu")
 _LAYOUTS = (
@@ -464,3 +469,55 @@ def as_json(train_plan: TrainPlan) -> str:
         plain["memory"]["total"] = layout.memory.total
         plain |= {"overrides": layout.overrides, **train_plan.totals(layout)}
     return json.dumps(values, indent=2)
+
+
+_STATE_BYTES = 12
+"""Bytes per trained parameter in a state: the fp32 weight and Adam's two moments."""
+_WEIGHT_BYTES = 4
+
+
+def describe(settings: TrainSettings) -> Iterator[str]:
+    """Yield what a training would do, line by line; InputError as the training."""
+    inputs, step = launch.prepare(settings)
+    if (yield from state(step)):
+        return
+    encoder = launch.check_model(inputs.settings)
+    with tempfile.TemporaryDirectory() as directory:  # a copy of the records, as the run makes it
+        tallies: dict[str, Tally] = {}
+        rows, sampler, steps = launch.lay_out(settings, inputs, encoder, Path(directory), tallies)
+        output = {"output": step.remote.uri} if step.remote else {}
+        resumed = inputs.settings.model_copy(update=output)
+        done = CheckpointManager(step.partial / STATES, resumed, sampler).require_resumable()
+        for name, tally in tallies.items():
+            yield f"{name.removesuffix('.path')}: {tally.describe(inputs.files[name])}"
+        yield (
+            f"steps: {-(-steps // settings.epochs):,} per epoch, {steps:,} in {counted(settings.epochs, 'epoch')}, on "
+            f"{counted(settings.workers, 'worker')}" + (f"; {done:,} are done" if done else "")
+        )
+        memory = peak_memory(inputs.settings, encoder, rows)
+    weights = ModelSize.of(encoder, settings)
+    yield f"model: {weights.parameters / 1e6:,.1f} M parameters, {weights.trained / 1e6:,.1f} M trained"
+    without = "" if settings.teacher is None else ", without the teacher"
+    yield f"memory: about {gib(memory.total)} {memory_of(settings)} at the peak of a step{without}"
+    yield require_space_of_workers(step, _disk(settings, weights))
+
+
+def needs(settings: TrainSettings) -> tuple[int, float, float]:
+    """Check a training; return its steps, the memory of a step's peak and its disk, in bytes; InputError as the training."""
+    inputs = launch.resolve(settings)
+    encoder = launch.check_model(inputs.settings)
+    with tempfile.TemporaryDirectory() as directory:
+        rows, _, steps = launch.lay_out(settings, inputs, encoder, Path(directory))
+        memory = peak_memory(inputs.settings, encoder, rows).total
+    return steps, memory, _disk(settings, ModelSize.of(encoder, settings))
+
+
+def memory_of(settings: TrainSettings) -> str:
+    """Name the memory that a training needs."""
+    return "of each GPU" if settings.gpus_per_worker else "of CPU memory for the tensors of each worker"
+
+
+def _disk(settings: TrainSettings, weights: ModelSize) -> float:
+    """Return the bytes that a training writes at most."""
+    states = settings.keep_last + settings.keep_best + 1
+    return _WEIGHT_BYTES * weights.parameters + states * _STATE_BYTES * weights.trained

@@ -26,7 +26,7 @@ from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.distributed import run as evaluate
-from infembed_ray.evaluation.paper.report import of_evaluation
+from infembed_ray.evaluation.paper.results_report import of_evaluation
 from infembed_ray.evaluation.tables import REPORT_FILE
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import say

@@ -1,1 +1,1 @@
-"""HTML reports: one self-contained file each, without scripts, fonts or network access."""
+"""HTML reports: one self-contained file each, without fonts or network access."""

@@ -135,9 +135,11 @@ class IndexFacts:
     def require_encoder(self, fingerprint: str, place: object) -> None:
         """Raise InputError unless this encoder built the index at a place."""
         if fingerprint != self.encoder:
-            raise InputError(
-                f"index={place}: built by another encoder ({self.encoder}, {self.model}) than the one given "
-                f"({fingerprint}); build it again with this encoder, or use the one that built it"
+            raise InputError.of(
+                "index",
+                place,
+                f"built by another encoder ({self.encoder}, {self.model}) than the one given ({fingerprint})",
+                "build it again with this encoder, or use the one that built it",
             )
 
     @classmethod

@@ -36,7 +36,7 @@ def write(directory: Path, texts: Iterable[str]) -> None:
     documents = list(terms.streaming_tokenize(texts, allow_empty=False))
     vocabulary: dict[str, int] = terms.get_vocab_dict()
     names = sorted(vocabulary)
-    index = bm25s.BM25(k1=BM25.k1, b=BM25.b, method=BM25.variant)
+    index = bm25s.BM25(k1=BM25.k1, b=BM25.b)
     postings, ends = np.empty(0, _POSTING), np.empty(0, np.int64)
     if names:  # bm25s cannot index texts without terms
         index.index((documents, vocabulary), show_progress=False)

@@ -22,7 +22,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.progress import say
 from infembed_ray.retrieval.checksums import REMEDY, FileChecksums, whole_file_checksum
 from infembed_ray.storage import durable
-from infembed_ray.storage.object_store import Folder, convert_errors, room, scratch
+from infembed_ray.storage.object_store import SCRATCH, Folder, convert_errors, room, scratch
 from infembed_ray.storage.places import Place, delete, open_binary, read_json, write_json
 
 INDEX_FILE = "index.faiss"
@@ -135,7 +135,7 @@ def _cached(folder: Folder, facts: ShardFacts, cache: Path) -> Path:
                 _copy_file(folder, facts, name, directory / name)
     except OSError as error:
         raise InputError(
-            f"shard_cache={cache}: cannot hold {facts.name} ({error.strerror or error}), which has {facts.bytes} bytes; "
+            f"{SCRATCH}={cache}: cannot hold {facts.name} ({error.strerror or error}), which has {facts.bytes} bytes; "
             "free space there, for example by deleting copies of older versions, or give another directory"
         ) from error
     return directory

@@ -1,7 +1,6 @@
-"""The Ray Serve applications: an encoder, the shards of an index, perhaps a reranker, and the API over a release of them.
+"""The parts of a release as Ray Serve applications: an encoder, the shards of an index, perhaps a reranker.
 
-`infembed-encoder-*`, `infembed-index-*` and `infembed-reranker-*` are named after their content, so several can run at a time. `infembed` is the
-HTTP API. Its `user_config` names the encoder and the index that it uses, so a new release does not restart it (blue/green).
+`infembed-encoder-*`, `infembed-index-*` and `infembed-reranker-*` are named after their content, so several can run at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import AutoscalingConfig, BackpressureConfig
+from ray.serve.config import AutoscalingConfig
 
 from infembed_ray import ray_compat
 from infembed_ray.config.serving import ServeSettings
@@ -20,27 +19,23 @@ from infembed_ray.progress import counted
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.stores.address import is_address
 from infembed_ray.serving import startup
-from infembed_ray.serving.arguments import (
+from infembed_ray.serving.plan import Plan
+from infembed_ray.serving.release import (
     ENCODER,
-    INGRESS,
-    INGRESS_CPUS,
-    METRICS,
     RERANKER,
     STORE,
-    ApiArguments,
     EncoderArguments,
     IndexArguments,
+    RerankerArguments,
 )
-from infembed_ray.serving.plan import Plan
-from infembed_ray.serving.replicas import Encoder, Ingress, MetricsPage, ShardSearch
-from infembed_ray.serving.reranking.arguments import RerankerArguments
+from infembed_ray.serving.replicas import Encoder, ShardSearch
 from infembed_ray.serving.reranking.replica import Reranker
-from infembed_ray.serving.routing.blue_green import ReleaseSpec
-from infembed_ray.serving.routing.remote import RETRY_AFTER_S
 from infembed_ray.serving.store_search import StoreSearch
 
 CONSTRUCTOR_ATTEMPTS = 3
 """Attempts to start a replica before its application counts as failed."""
+MAX_ONGOING_CALLS = 1024
+"""Calls of a replica at a time. Serve's default is 5; the concurrency limit at the edge and the queues inside bound them sooner."""
 TARGET_CALLS_PER_ENCODER = 1.5
 """Autoscaling target: calls in flight per encoder replica. A call holds many texts, so with 1.5 a replica is never idle."""
 
@@ -59,11 +54,11 @@ def encoder_application(arguments: EncoderArguments | Mapping[str, Any]) -> serv
         ray_actor_options={
             "num_cpus": settings.cpus_per_encoder,
             "num_gpus": settings.gpus_per_encoder,
-            "runtime_env": {"env_vars": _environment(startup.import_encoder_modules, settings.cpus_per_encoder)},
+            "runtime_env": {"env_vars": environment(startup.import_encoder_modules, settings.cpus_per_encoder)},
         },
         max_replicas_per_node=spread(largest, CPU=settings.cpus_per_encoder, GPU=settings.gpus_per_encoder),
-        **_replicas(settings.encoder_replicas, largest),
-        **_limits(settings),
+        **replicas_of(settings.encoder_replicas, largest),
+        **limits_of(settings),
     ).bind(arguments)
 
 
@@ -81,11 +76,11 @@ def index_application(arguments: IndexArguments | Mapping[str, Any]) -> serve.Ap
             ray_actor_options={
                 "num_cpus": settings.cpus_per_shard,
                 "num_gpus": settings.gpus_per_shard,
-                "runtime_env": {"env_vars": _environment(startup.import_modules, settings.cpus_per_shard)},
+                "runtime_env": {"env_vars": environment(startup.import_modules, settings.cpus_per_shard)},
             },
             max_replicas_per_node=per_node,
-            **_replicas(settings.shard_replicas),
-            **_limits(settings),
+            **replicas_of(settings.shard_replicas),
+            **limits_of(settings),
         )
         for name in names
     ]
@@ -104,46 +99,12 @@ def reranker_application(arguments: RerankerArguments | Mapping[str, Any]) -> se
         ray_actor_options={
             "num_cpus": settings.cpus,
             "num_gpus": settings.gpus,
-            "runtime_env": {"env_vars": _environment(startup.import_reranker_modules, settings.cpus)},
+            "runtime_env": {"env_vars": environment(startup.import_reranker_modules, settings.cpus)},
         },
         max_replicas_per_node=spread(settings.replicas, CPU=settings.cpus, GPU=settings.gpus),
-        **_replicas(settings.replicas),
-        **_limits(arguments.settings, settings.max_queue),
+        **replicas_of(settings.replicas),
+        **limits_of(arguments.settings),
     ).bind(arguments)
-
-
-def api_application(arguments: ApiArguments | Mapping[str, Any]) -> serve.Application:
-    """Build the API without a release; the config file sets its `user_config`."""
-    return api_over(ApiArguments.model_validate(arguments), None)
-
-
-def api_over(arguments: ApiArguments, spec: ReleaseSpec | None) -> serve.Application:
-    """Build the API over a release."""
-    settings = arguments.settings
-    metrics = serve.deployment(
-        MetricsPage,
-        name=METRICS,
-        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": _environment(startup.import_modules, 0)}},
-    )
-    ingress = serve.deployment(
-        Ingress,
-        name=INGRESS,
-        ray_actor_options={
-            "num_cpus": INGRESS_CPUS,
-            "runtime_env": {
-                "env_vars": ray_compat.SINGLE_EVENT_LOOP | _environment(startup.import_modules, INGRESS_CPUS)
-            },
-        },
-        user_config=spec and spec.as_json(),
-        max_surge_percent=100,  # old replicas serve until the new ones do, which needs room for one more
-        max_replicas_per_node=spread(settings.ingress_replicas, room=settings.ingress_replicas + 1, CPU=INGRESS_CPUS),
-        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
-        **_replicas(settings.ingress_replicas),
-        **_limits(settings),
-    )
-    # The version does not depend on the release, so another release restarts nothing.
-    ingress, metrics = (ray_compat.with_version(part, arguments.digest()) for part in (ingress, metrics))
-    return ingress.bind(arguments, metrics.bind())
 
 
 def require_resources(plan: Plan) -> None:
@@ -189,7 +150,7 @@ def _capacity(node: Mapping[str, float], per_replica: Mapping[str, float]) -> in
     return int(min((node.get(name, 0.0) + 1e-9) // amount for name, amount in per_replica.items() if amount))
 
 
-def _environment(imports: Callable[[], None], cpus: float) -> dict[str, str]:
+def environment(imports: Callable[[], None], cpus: float) -> dict[str, str]:
     """Return the environment of a worker process, which calls `imports` before it becomes a replica."""
     return {
         ray_compat.SETUP_HOOK_VARIABLE: f"{imports.__module__}.{imports.__name__}",
@@ -197,7 +158,8 @@ def _environment(imports: Callable[[], None], cpus: float) -> dict[str, str]:
     }
 
 
-def _replicas(smallest: int, largest: int | None = None) -> dict[str, Any]:
+def replicas_of(smallest: int, largest: int | None = None) -> dict[str, Any]:
+    """Return the options of a deployment with so many replicas, autoscaled if `largest` is larger."""
     if largest is None or largest <= smallest:
         return {"num_replicas": smallest}
     scaling = AutoscalingConfig(
@@ -210,12 +172,10 @@ def _replicas(smallest: int, largest: int | None = None) -> dict[str, Any]:
     return {"autoscaling_config": scaling}
 
 
-def _limits(settings: ServeSettings, max_queue: int | None = None) -> dict[str, Any]:
-    # The engine's queue is the actual bound; these limits only keep Serve's own queues from growing.
-    most = 2 * (max_queue or settings.max_queue)
+def limits_of(settings: ServeSettings) -> dict[str, Any]:
+    """Return the options of a deployment that bound its calls, its start and its end."""
     return {
-        "max_ongoing_requests": most,
-        "max_queued_requests": most,
+        "max_ongoing_requests": MAX_ONGOING_CALLS,
         "max_constructor_retry_count": CONSTRUCTOR_ATTEMPTS,
         "health_check_period_s": 2,
         "graceful_shutdown_wait_loop_s": 0.1,

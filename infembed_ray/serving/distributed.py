@@ -1,32 +1,28 @@
-"""`infembed serve`: starts the missing applications of a release, checks them, and switches the API to it (blue/green).
+"""`infembed serve`: connects to a cluster, starts Serve, and lets the API answer from the release of a plan.
 
-Applications that the current release shares with the new one keep running. If a step fails, the current release keeps
-serving. After the switch, its other applications are deleted once no request can be using them.
+What goes on after that is the supervisor's: the command only waits, so that the API ends with it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import ray
 from ray import serve
 from ray.serve.config import ControllerOptions
-from ray.serve.schema import ApplicationStatus, LoggingConfig, ServeStatus
+from ray.serve.schema import LoggingConfig, ServeStatus
 
 from infembed_ray import ray_compat
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError, StartError, in_one_line
 from infembed_ray.progress import counted, say
 from infembed_ray.ray_cluster import connect, on_a_cluster
-from infembed_ray.retrieval.answers import ShardQuery
-from infembed_ray.serving import canary as canaries
 from infembed_ray.serving import startup
 from infembed_ray.serving.address import (
     address_file,
@@ -36,30 +32,13 @@ from infembed_ray.serving.address import (
     served_fingerprint,
     wait_until_served,
 )
-from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS, METRICS, RERANKER, ApiArguments
-from infembed_ray.serving.auto_compaction import AutoCompaction, wait_for_interrupt
-from infembed_ray.serving.deployments import (
-    api_over,
-    encoder_application,
-    index_application,
-    require_resources,
-    reranker_application,
-)
+from infembed_ray.serving.deployments import require_resources
 from infembed_ray.serving.plan import LOGGING, Plan
-from infembed_ray.serving.probes import Probe, ProbeFigures, probe
-from infembed_ray.serving.routing.blue_green import Canary, ReleaseSpec
-from infembed_ray.serving.routing.remote import RemoteDeployment
-from infembed_ray.serving.served import open_encoder, open_release
-from infembed_ray.serving.service import Query
-from infembed_ray.serving.starting import START_TIMEOUT_S, wait_until_running
+from infembed_ray.serving.release import APPLICATION
+from infembed_ray.serving.supervisor import READY_TIMEOUT_S, START_TIMEOUT_S, roll_out, served_release, switch_to
 
-READY_TIMEOUT_S = 120.0
-"""Time for started replicas to answer."""
 PORT_TIMEOUT_S = 15.0
 """Time for the proxies of an API that was just shut down to free the port."""
-CANARY_MARGIN_S = 60.0
-"""Seconds after the end of a canary in which the driver switches or rolls back; then the ingress ends the canary by itself."""
-CHECK_QUERY = "Is anybody there?"
 
 
 def run(settings: ServeSettings, ready: Callable[[], None] = lambda: None) -> None:
@@ -93,12 +72,11 @@ def run(settings: ServeSettings, ready: Callable[[], None] = lambda: None) -> No
     if upgrades:
         say("serve: upgraded the running API; it still ends with the command or the cluster that started it")
     elif settings.wait:
-        compaction = AutoCompaction(plan, _changed_documents, _deploy)
         try:
             say("serve: press Ctrl-C to stop")
-            wait_for_interrupt(compaction.look)
+            _wait_for_interrupt()
         finally:
-            _stop_if_current(compaction.plan)
+            _stop_if_current(plan)
 
 
 @contextmanager
@@ -126,9 +104,27 @@ def stop() -> None:
 
 
 def _stop_if_current(plan: Plan) -> None:
-    """Stop what this plan deployed, unless another command has replaced it."""
-    if served_fingerprint(plan.url) in (plan.release.fingerprint, None):
+    """Stop what this plan deployed, also if it was compacted since; unless another command has replaced it."""
+    try:
+        served = served_release()
+    except Exception:  # the ingress is lost
+        served = None
+    if served is None or served[1].command == plan.release.command:
         stop()
+
+
+def _wait_for_interrupt() -> None:
+    """Wait for SIGINT or SIGTERM."""
+    interrupted = threading.Event()
+    previous = {
+        number: signal.signal(number, lambda *_: interrupted.set()) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        while not interrupted.wait(1):  # handlers run between two waits, also for a signal that another thread received
+            pass
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 # ---------------------------------------------------------------------------------------------------------- deploy
@@ -139,125 +135,25 @@ def _deploy(plan: Plan) -> None:
     _connect(plan)
     require_resources(plan)
     _start_serve(plan)
-    previous = _served()
-    specs = plan.release.by_name
-    models = dict.fromkeys(spec.card.id for spec in specs.values())
+    previous = served_release()
+    cards = [spec.card for spec in plan.release.collections.values()]
+    models = dict.fromkeys(card.id for card in cards)
     say(
-        f"serve: starting {counted(sum(len(spec.shards) for spec in specs.values()), 'shard')}, "
+        f"serve: starting {counted(sum(len(spec.shards) for spec in plan.release.collections.values()), 'shard')}, "
         f"{'encoder' if len(models) == 1 else 'encoders'} {', '.join(models)}"
-        f"{f', reranker {plan.release.card.reranker}' if plan.reranker else ''} and the HTTP API"
+        f"{f', reranker {cards[0].reranker}' if plan.release.reranker else ''} and the HTTP API"
     )
-    missing = plan.release.applications - _running_applications()
     try:
         if previous is None:  # the API starts beside its parts, and answers 503 until it has a release
-            ray_compat.start_application(api_over(plan.api, None), APPLICATION, "/", LoggingConfig(**LOGGING))
-        _start_applications(plan, missing)
-        _check_with_query(plan)
-        say("serve: checked: encoder and shards answer")
-        if previous is not None:
-            _try_as_canary(plan, *previous)
-            _require_unswitched(previous[1])
-        _switch_to(plan.api, plan.release)
+            switch_to(plan.api, None)
+        roll_out(plan.api, plan.release, previous, START_TIMEOUT_S + plan.reading_s)
         wait_until_served(plan.url, plan.release.fingerprint, 2 * plan.settings.ingress_replicas, READY_TIMEOUT_S)
     except BaseException:
-        _roll_back(plan, previous, missing)
+        if previous is None:
+            stop()
         raise
     if previous is not None:
-        versions = [
-            f"{'index' if spec is plan.release else f'{name}: index'} {spec.card.index_version}"
-            for name, spec in specs.items()
-        ]
-        say(f"serve: switched: every answer now comes from {', '.join(versions)}")
-        unused = previous[1].applications - plan.release.applications
-        _delete_after_drain(unused, plan.settings.request_timeout_s)
-
-
-def _start_applications(plan: Plan, missing: set[str]) -> None:
-    """Start the missing parts of the release, and wait until they run."""
-    rerankers = {plan.reranker.application: plan.reranker} if plan.reranker else {}
-    names = [name for name in (*plan.encoders, *plan.indexes, *rerankers) if name in missing]
-    for name in names:
-        if name in plan.encoders:
-            application = encoder_application(plan.encoders[name])
-        elif name in plan.indexes:
-            application = index_application(plan.indexes[name])
-        else:
-            application = reranker_application(rerankers[name])
-        ray_compat.start_application(application, name, None, LoggingConfig(**LOGGING))
-    for name in names:
-        wait_until_running(name, START_TIMEOUT_S + plan.reading_s)
-
-
-def _try_as_canary(plan: Plan, arguments: ApiArguments, current: ReleaseSpec) -> None:
-    """Compare the default collection of the plan's release with the current one: on the probe set and a share of the queries.
-
-    Raises:
-        StartError: the new release failed a check.
-    """
-    settings, new = plan.settings.canary, plan.release
-    try:
-        if plan.probes:
-            before, after = (_probe(plan.settings, spec, plan.probes) for spec in (current, new))
-            canaries.require_good_probes(before, after, settings)
-            say(
-                f"serve: canary: nDCG@10 on {counted(len(plan.probes), 'probe')} {after.ndcg:.1f}, before {before.ndcg:.1f}"
-            )
-        if settings.share:
-            until = time.time() + settings.seconds + CANARY_MARGIN_S
-            split = current.model_copy(update={"canary": Canary(release=new, share=settings.share, until=until)})
-            _switch_to(arguments, split)
-            say(f"serve: canary: {settings.share:.1%} of the searches go to the new release for {settings.seconds:g} s")
-            page = serve.get_deployment_handle(METRICS, app_name=APPLICATION).options(method_name="page")
-            canaries.watch(
-                lambda: page.remote().result(timeout_s=READY_TIMEOUT_S).decode(),
-                current.fingerprint,
-                new.fingerprint,
-                settings,
-            )
-    except canaries.Rejected as fault:
-        raise StartError(
-            f"canary: the new release is rolled back, index {current.card.index_version} serves on: {fault}"
-        ) from fault
-
-
-def _probe(settings: ServeSettings, spec: ReleaseSpec, probes: Sequence[Probe]) -> ProbeFigures:
-    async def run() -> ProbeFigures:
-        metrics = RemoteDeployment.named(METRICS, APPLICATION)
-        return await probe(open_release(spec, open_encoder(spec.encoder, settings), settings, metrics), probes)
-
-    try:
-        return asyncio.run(run())
-    except Exception as error:
-        raise StartError(
-            f"canary.probes: index {spec.card.index_version} does not answer them: {in_one_line(error)}"
-        ) from error
-
-
-def _switch_to(arguments: ApiArguments, spec: ReleaseSpec) -> None:
-    ray_compat.start_application(api_over(arguments, spec), APPLICATION, "/", LoggingConfig(**LOGGING))
-    wait_until_running(APPLICATION)
-
-
-def _require_unswitched(previous: ReleaseSpec) -> None:
-    """StartError if another command has switched the API while this one tried its release."""
-    if (served := _served()) is None or served[1].fingerprint != previous.fingerprint:
-        raise StartError("another command has switched the API meanwhile; it stays as it is: run this command again")
-
-
-def _roll_back(plan: Plan, previous: tuple[ApiArguments, ReleaseSpec] | None, started: set[str]) -> None:
-    """Restore the previous release after a failed deployment, unless another command has switched the API meanwhile."""
-    if previous is None:
-        stop()
-        return
-    arguments, release = previous
-    if served_fingerprint(plan.url) in (plan.release.fingerprint, release.fingerprint, None):
-        # Without effect if the API was not switched yet. A killed command may have left a canary in `release`.
-        _switch_to(arguments, release.model_copy(update={"canary": None}))
-        used = release.applications
-    else:
-        used = _used_applications()
-    for name in started - used:
-        ray_compat.delete_application(name)
+        say(f"serve: switched: every answer now comes from {plan.release.versions}")
 
 
 def _start_serve(plan: Plan) -> None:
@@ -278,13 +174,6 @@ def _start_serve(plan: Plan) -> None:
                     f"Ray Serve's proxies did not start ({in_one_line(error)}); this was the second attempt: the machine "
                     "is probably overloaded, try again when it is less busy"
                 ) from error
-
-
-def _changed_documents() -> dict[str, float]:
-    """Return how many documents differ from the served version of each collection, on average per shard."""
-    ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
-    changed: dict[str, float] = ingress.changed_documents.remote().result(timeout_s=READY_TIMEOUT_S)
-    return changed
 
 
 # ---------------------------------------------------------------------------------------------------------- checks
@@ -349,67 +238,27 @@ def _status_without_leftovers() -> ServeStatus:
     return status
 
 
-def _check_with_query(plan: Plan) -> None:
-    """Send a query through every part of the new release before the API is switched."""
-    vectors = {name: _check_encoder(plan, name) for name in plan.encoders}
-    for spec in plan.release.by_name.values():
-        handles = [serve.get_deployment_handle(shard, app_name=spec.index) for shard in spec.shards]
-        calls = [handle.search_many.remote([ShardQuery(vectors[spec.encoder], 1)]) for handle in handles]
-        for shard, call in zip(spec.shards, calls, strict=True):
-            (answer,) = call.result(timeout_s=READY_TIMEOUT_S + plan.reading_s)
-            if isinstance(answer, BaseException):
-                raise StartError(f"{spec.index}: {shard} does not answer: {in_one_line(answer)}") from answer
-    if rerank := plan.release.rerank:
-        reranker = serve.get_deployment_handle(RERANKER, app_name=rerank.application)
-        call = reranker.score_many.remote([(CHECK_QUERY, None, [CHECK_QUERY])], plan.settings.request_timeout_s)
-        try:
-            call.result(timeout_s=READY_TIMEOUT_S)
-        except Exception as error:
-            raise StartError(f"{rerank.application} does not answer: {in_one_line(error)}") from error
-
-
-def _check_encoder(plan: Plan, name: str) -> np.ndarray:
-    """Return the vector of a query; StartError if the encoder's application does not answer."""
-    encoder = serve.get_deployment_handle(ENCODER, app_name=name)
-    call = encoder.embed_many.remote([[Query(CHECK_QUERY)]], plan.settings.request_timeout_s)
-    (embedded,) = call.result(timeout_s=READY_TIMEOUT_S)
-    if isinstance(embedded, BaseException):
-        raise StartError(f"{name} does not answer: {in_one_line(embedded)}") from embedded
-    vectors: np.ndarray = embedded.vectors
-    return vectors
-
-
-# ---------------------------------------------------------------------------------------------------------- status
-
-
-def _running_applications() -> set[str]:
-    applications = serve.status().applications
-    return {name for name, found in applications.items() if found.status == ApplicationStatus.RUNNING}
-
-
-def _served() -> tuple[ApiArguments, ReleaseSpec] | None:
-    """Return the arguments and the release of this cluster's API; None: there is no API, or it has no release."""
-    if APPLICATION not in serve.status().applications:
-        return None
-    ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
-    arguments, spec = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)
-    # An API of an earlier version answers without the fields that are newer.
-    return spec and (arguments, ReleaseSpec.model_validate(spec.model_dump()))
-
-
-def _used_applications() -> set[str]:
-    """Return the applications that the API uses now; another command may have chosen them."""
-    if (served := _served()) is None:
-        return set()
-    canary = served[1].canary
-    return served[1].applications | (canary.release.applications if canary else set())
-
-
-def _delete_after_drain(applications: set[str], drain_s: float) -> None:
-    """Delete applications that no new request uses, after the last request that uses them has ended."""
-    if applications:
-        say(f"serve: draining the previous release for {drain_s:g} s (request_timeout_s)")
-        time.sleep(drain_s)
-        for name in sorted(applications - _used_applications()):
-            serve.delete(name)
-            say(f"serve: deleted {name}")
+def describe(settings: ServeSettings) -> Iterator[str]:
+    """Yield what a start would do, line by line; InputError as the start."""
+    plan = Plan.resolve(settings)
+    for name, spec in plan.release.by_name.items():
+        card, shards = spec.card, counted(len(spec.shards), "shard")
+        what = "" if spec is plan.release.default else f"collection {name}: "
+        yield f"{what}index {card.index_version}: {card.passages:,} passages in {shards}, model {card.id}"
+    if len(plan.release.encoders) > 1:
+        yield f"{len(plan.release.encoders)} encoders: the indexes were built by as many; each reserves resources of its own"
+    for resource in ("CPU", "GPU"):
+        needed = sum(replicas * each for kind, _, replicas, each in plan.reservations() if kind == resource)
+        if needed:
+            yield f"{resource}s: {needed:g} for all replicas together"
+    if settings.config_file is not None:
+        yield f"output {settings.config_file}: a config file for `serve deploy`; nothing would be started"
+        return
+    served = served_fingerprint(plan.url)
+    if served == plan.release.fingerprint:
+        yield f"API {plan.url}: serves this index with these settings, so there is nothing to do"
+    else:
+        require_cluster(settings, served is not None and not on_a_cluster())
+        if served is None:
+            require_free_port(settings.host, settings.port)
+        yield f"API {plan.url}: {'new' if served is None else 'another release is served, and this one replaces it'}"

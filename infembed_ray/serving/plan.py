@@ -1,60 +1,68 @@
-"""Plan of `infembed serve`: the checked settings, as arguments of the Serve applications and as a config file."""
+"""Plan of `infembed serve`: settings -> checked indexes and models -> the release, as applications and as a config file.
+
+Nothing is opened, loaded or started here.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from infembed_ray import __version__, ray_compat
+from infembed_ray import ray_compat
 from infembed_ray.config.serving import DEFAULT_COLLECTION, ServeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.checkpoint import local
+from infembed_ray.modeling.checkpoint import find, is_weights, local
 from infembed_ray.ray_cluster import on_a_cluster
 from infembed_ray.records.tables import raw_rows
 from infembed_ray.retrieval.factory import require_gpu_faiss
-from infembed_ray.serving import schema, tracing
-from infembed_ray.serving.arguments import (
+from infembed_ray.retrieval.index import Index, IndexFacts
+from infembed_ray.retrieval.shard_files import local_directory
+from infembed_ray.retrieval.stores.address import is_address
+from infembed_ray.retrieval.stores.milvus import Milvus
+from infembed_ray.retrieval.stores.store import Address
+from infembed_ray.serving import schema
+from infembed_ray.serving.encoder.calibration import require_runnable
+from infembed_ray.serving.encoder.known import describe
+from infembed_ray.serving.http.auth import ApiKeys, is_loopback
+from infembed_ray.serving.http.body import LIMIT_VARIABLE, READ_TIMEOUT_S
+from infembed_ray.serving.release import (
     APPLICATION,
     INGRESS,
     INGRESS_CPUS,
+    STORE,
     ApiArguments,
     Arguments,
+    CollectionSpec,
     EncoderArguments,
     IndexArguments,
+    Probe,
+    ProbeSet,
+    ReleaseSpec,
+    RerankerArguments,
 )
-from infembed_ray.serving.described import (
-    ServedEncoder,
-    ServedIndex,
-    describe_encoder,
-    describe_index,
-    errors_of,
-    model_bytes,
-    model_name,
-    require_apart,
-)
-from infembed_ray.serving.http.auth import ApiKeys, is_loopback
-from infembed_ray.serving.http.body import LIMIT_VARIABLE, READ_TIMEOUT_S
-from infembed_ray.serving.probes import Probe, read_probes
 from infembed_ray.serving.reranking import arguments as reranking
-from infembed_ray.serving.reranking.arguments import RerankerArguments
-from infembed_ray.serving.routing.blue_green import CollectionSpec, ReleaseSpec
-from infembed_ray.storage.steps import resolve_input
+from infembed_ray.storage.object_store import is_uri
+from infembed_ray.storage.places import address, listing, place_of
+from infembed_ray.storage.steps import MANIFEST, read_manifest, resolve_input
 from infembed_ray.telemetry import json_logs
 
 SLOW_BYTES_PER_S = 50e6
-"""Least rate at which a node is expected to copy or read an index or a model; start-up time-outs grow with them at this rate."""
+"""Lowest rate at which a node is expected to copy or read an index or a model; start-up time-outs grow with them at this rate."""
 LOGGING = {"log_level": "WARNING", "enable_access_log": False} | ({"encoding": "JSON"} if json_logs() else {})
 """Logging of Serve's processes."""
+
+
+Row = TypeVar("Row", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -62,18 +70,11 @@ class Plan:
     """What `infembed serve` starts."""
 
     settings: ServeSettings
-    encoders: Mapping[str, EncoderArguments]
-    """Application -> its arguments: an encoder for each distinct fingerprint of the indexes."""
-    indexes: Mapping[str, IndexArguments]
-    """Application -> its arguments: the index of each collection."""
-    reranker: RerankerArguments | None
     api: ApiArguments
     release: ReleaseSpec
     index_bytes: int
     model_bytes: int
     """Of the weights, the reranker's included; 0 for a model on the hub."""
-    probes: Sequence[Probe]
-    """Of the canary; empty: it has no probe set."""
 
     @classmethod
     def resolve(cls, settings: ServeSettings, locked: bool = False) -> Plan:
@@ -89,40 +90,48 @@ class Plan:
         """
         locked = locked or bool(ApiKeys.load(settings.api_keys_env, settings.api_keys_file))
         _require_safe(settings, locked)
-        probes = [] if settings.canary.probes is None else read_probes(settings.canary.probes)
+        probes = _probe_set(settings)
         suggestions = [] if settings.suggestions is None else read_suggestions(settings.suggestions)
-        indexes: dict[str, ServedIndex] = {}
-        encoders: dict[str, ServedEncoder] = {}
+        indexes: dict[str, DescribedIndex] = {}
+        encoders: dict[str, DescribedEncoder] = {}
         for name, place in settings.indexes.items():
-            with errors_of(name):
+            with _errors_of(name):
                 indexes[name] = index = describe_index(settings, place)
                 if settings.ranking.hybrid and not index.facts.lexical:
                     raise InputError(f"ranking.hybrid={settings.ranking.hybrid:g}: index={place}: {schema.NO_WORDS}")
-                require_apart(index, indexes, name)
+                _require_apart(index, indexes, name)
                 if index.facts.encoder not in encoders:
                     encoders[index.facts.encoder] = describe_encoder(settings, index, encoders.values())
-        parts = {name: (index, encoders[index.facts.encoder]) for name, index in indexes.items()}
-        reranker = reranking.resolve(settings, parts[DEFAULT_COLLECTION][1].arguments.model)
-        collections = {name: _spec(settings, locked, *parts[name], reranker, [], name) for name in settings.collections}
-        others = [spec.fingerprint for spec in collections.values()]
-        default = _spec(settings, locked, *parts[DEFAULT_COLLECTION], reranker, suggestions, *others)
+        default = encoders[indexes[DEFAULT_COLLECTION].facts.encoder]
+        reranker = reranking.resolve(settings, default.arguments.model)
+        collections = {}
+        for name, index in indexes.items():
+            of_playground = suggestions if name == DEFAULT_COLLECTION else []
+            encoder = encoders[index.facts.encoder]
+            collections[name] = CollectionSpec(
+                encoder=encoder.arguments,
+                index=index.arguments,
+                shards=index.shards,
+                changes=index.changes,
+                card=_card(settings, index, encoder, reranker, of_playground),
+            )
         models = [encoder.arguments.model for encoder in encoders.values()] + ([reranker.model] if reranker else [])
+        rerank = settings.rerank and settings.rerank.model_copy(update={"model": None})
+        api = ApiArguments(locked=locked, settings=settings)
         return cls(
             settings,
-            {encoder.arguments.application: encoder.arguments for encoder in encoders.values()},
-            {index.arguments.application: index.arguments for index in indexes.values()},
-            reranker,
-            ApiArguments(locked=locked, settings=settings),
-            ReleaseSpec(**dict(default), collections=collections),
+            api,
+            ReleaseSpec(
+                api=api.digest(),
+                collections=collections,
+                reranker=reranker,
+                rerank=rerank,
+                probes=probes,
+                command=uuid4().hex,
+            ),
             sum(index.facts.bytes for index in indexes.values()),
             sum(map(model_bytes, models)),
-            probes,
         )
-
-    @property
-    def index(self) -> IndexArguments:
-        """Arguments of the default collection's index."""
-        return self.indexes[self.release.index]
 
     @property
     def reading_s(self) -> float:
@@ -138,8 +147,8 @@ class Plan:
     def reservations(self) -> Iterator[tuple[str, str, int, float]]:
         """Yield (Ray resource, setting, replicas, amount per replica) of everything that the replicas reserve."""
         settings = self.settings
-        shards = sum(len(spec.shards) for spec in self.release.by_name.values()) * settings.shard_replicas
-        encoders = len(self.encoders) * settings.encoder_replicas
+        shards = sum(len(one.shards) for one in self.release.collections.values()) * settings.shard_replicas
+        encoders = len(self.release.encoders) * settings.encoder_replicas
         yield "CPU", f"cpus_per_encoder={settings.cpus_per_encoder:g}", encoders, settings.cpus_per_encoder
         yield "CPU", f"cpus_per_shard={settings.cpus_per_shard:g}", shards, settings.cpus_per_shard
         yield "CPU", f"ingress_replicas={settings.ingress_replicas}", settings.ingress_replicas, INGRESS_CPUS
@@ -159,31 +168,30 @@ class Plan:
             ray_compat.PROXY_MIDDLEWARE_VARIABLE: "infembed_ray.serving.routing.proxy:middlewares",
             LIMIT_VARIABLE: str(self.settings.max_body_mib),
         }
-        if traces := tracing.variables():
-            environment |= traces | ray_compat.tracing_environment("infembed_ray.serving.tracing:processors")
         if self.settings.ha_proxy:
             environment |= ray_compat.haproxy_environment(client_timeout_s=2 * READ_TIMEOUT_S)
         return environment | {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}
 
     def config(self) -> dict[str, Any]:
         """Return the config of `serve deploy`."""
-        builders: list[tuple[str, str, Arguments]] = [
-            *((name, "encoder_application", arguments) for name, arguments in self.encoders.items()),
-            *((name, "index_application", arguments) for name, arguments in self.indexes.items()),
-        ]
-        if self.reranker:
-            builders.append((self.reranker.application, "reranker_application", self.reranker))
-        builders.append((APPLICATION, "api_application", self.api))
+        builders = {
+            EncoderArguments: "deployments:encoder_application",
+            IndexArguments: "deployments:index_application",
+            RerankerArguments: "deployments:reranker_application",
+            ApiArguments: "supervisor:api_application",
+        }
+        parts: dict[str, Arguments] = {**self.release.parts, APPLICATION: self.api}
         applications: list[dict[str, Any]] = [
             {
                 "name": name,
                 "route_prefix": "/" if name == APPLICATION else None,
-                "import_path": f"infembed_ray.serving.deployments:{builder}",
+                "import_path": f"infembed_ray.serving.{builders[type(arguments)]}",
                 "args": arguments.model_dump(mode="json", exclude_defaults=True),
             }
-            for name, builder, arguments in builders
+            for name, arguments in parts.items()
         ]
-        applications[-1]["deployments"] = [{"name": INGRESS, "user_config": self.release.as_json()}]
+        release = self.release.model_copy(update={"command": ""})
+        applications[-1]["deployments"] = [{"name": INGRESS, "user_config": release.model_dump(mode="json")}]
         return {
             "proxy_location": "EveryNode",
             "http_options": {"host": self.settings.host, "port": self.settings.port},
@@ -208,20 +216,20 @@ class Plan:
                 (api,) = (app for app in previous["applications"] if app["name"] == APPLICATION)
                 release = ReleaseSpec.model_validate(api["deployments"][0]["user_config"])
             except (ValueError, KeyError, TypeError) as error:
-                raise InputError(
-                    f"config_file={file}: exists and is not a config file of `infembed serve`; choose another name"
-                ) from error
-            kept = release.applications - {app["name"] for app in config["applications"]}
+                fault = "exists and is not a config file of `infembed serve`"
+                raise InputError.of("config_file", file, fault, "choose another name") from error
+            kept = set(release.parts) - {app["name"] for app in config["applications"]}
             config["applications"] += [app for app in previous["applications"] if app["name"] in kept]
         file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
 
     def startup_message(self) -> str:
         """Return where the API is, what it serves, and an example request."""
-        card = self.release.card
+        card = self.release.default.card
         key = ' -H "Authorization: Bearer $KEY"' if self.api.locked else ""
         others = [
             f"  collection {name}: {spec.card.passages} passages, model {spec.card.id}, at {self.url}/v1/collections/{name}\n"
             for name, spec in self.release.collections.items()
+            if name != DEFAULT_COLLECTION
         ]
         return (
             f"serve: {card.passages} passages, model {card.id}, at {self.url}\n"
@@ -246,30 +254,48 @@ def read_suggestions(value: str) -> list[schema.Suggestion]:
     rows = list(islice(raw_rows(resolve_input(value, "suggestions"), "suggestions"), most + 1))
     if not 1 <= len(rows) <= most:
         raise InputError(f"suggestions={value}: has {f'more than {most}' if rows else 'no'} rows; give 1 to {most}")
-    read = []
-    for number, row in enumerate(rows, start=1):
-        try:
-            read.append(schema.Suggestion.model_validate(row))
-        except ValidationError as error:
-            fault = error.errors()[0]
-            raise InputError(
-                f"suggestions={value}: row {number}: {fault['loc'][0]}: {fault['msg'].removeprefix('Value error, ')}; "
-                "give every row a query and an instruction"
-            ) from None
-    return read
+    advice = "give every row a query and an instruction"
+    return [
+        _row(schema.Suggestion, row, f"suggestions={value}: row {n}", advice) for n, row in enumerate(rows, start=1)
+    ]
 
 
-def _spec(
+def _probe_set(settings: ServeSettings) -> ProbeSet | None:
+    """Read the probe set, a file of rows with the fields of `Probe`.
+
+    Raises:
+        InputError: no such file, no rows, or a row that is no probe.
+    """
+    if (file := settings.probes) is None:
+        return None
+    advice = "give every row a query and the ids of its relevant passages (`relevant`)"
+    rows = raw_rows(resolve_input(file, "probes"), "probes")
+    probes = [_row(Probe, row, f"probes={file}: row {number}", advice) for number, row in enumerate(rows, start=1)]
+    if not probes:
+        raise InputError.of("probes", file, "has no rows", "give at least one query with its relevant passages")
+    return ProbeSet(probes=probes, max_ndcg_drop=settings.max_ndcg_drop, max_p_mrr_drop=settings.max_p_mrr_drop)
+
+
+def _row(kind: type[Row], row: Any, where: str, advice: str) -> Row:
+    """Return a row of a file as an object; InputError if it is not valid."""
+    try:
+        return kind.model_validate(row)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        field = ".".join(map(str, fault["loc"]))
+        text = fault["msg"].removeprefix("Value error, ")
+        raise InputError(f"{where}: {field}{': ' if field else ''}{text}; {advice}") from None
+
+
+def _card(
     settings: ServeSettings,
-    locked: bool,
-    index: ServedIndex,
-    encoder: ServedEncoder,
+    index: DescribedIndex,
+    encoder: DescribedEncoder,
     reranker: RerankerArguments | None,
     suggestions: list[schema.Suggestion],
-    *more: str,
-) -> CollectionSpec:
-    """Return the parts of a collection; its fingerprint changes with `more` too."""
-    card = schema.Model(
+) -> schema.Model:
+    """Return what the API says about a collection."""
+    return schema.Model(
         id=encoder.name,
         created=int(time.time()),
         dimension=index.facts.dimension,
@@ -283,36 +309,16 @@ def _spec(
         reranker=reranker and model_name(reranker.model, local(reranker.model)),
         suggestions=suggestions,
     )
-    applications = encoder.arguments.application, index.arguments.application
-    more = (*more, *([reranker.application] if reranker else []))
-    return CollectionSpec(
-        fingerprint=_fingerprint(settings, card, locked, *applications, *more),
-        encoder=applications[0],
-        index=applications[1],
-        shards=index.shards,
-        changes=index.changes,
-        card=card,
-        rerank=reranker and settings.rerank and reranker.spec(settings.rerank),
-    )
 
 
 def _require_safe(settings: ServeSettings, locked: bool) -> None:
     """InputError if the API would be open to other machines, or the settings contradict each other."""
     if not locked and not is_loopback(settings.host):
-        raise InputError(
-            f"host={settings.host}: open to other machines without API keys; "
-            f"set {settings.api_keys_env or 'api_keys_env and its variable'} to key1,key2,... or host=127.0.0.1"
-        )
-    limit = settings.max_changed_documents
-    if settings.writable and limit is not None and settings.compact_at is not None and settings.compact_at > limit:
-        raise InputError(
-            f"compact_at={settings.compact_at}: documents are refused from max_changed_documents={limit} on, so no compaction "
-            f"would start; set compact_at to at most {limit}, or null"
-        )
-    if settings.shard_cache is not None and not settings.shard_cache.startswith(("/", "~")):
-        raise InputError(
-            f"shard_cache={settings.shard_cache}: replicas have other working directories; give an absolute path, or one "
-            "that begins with ~"
+        raise InputError.of(
+            "host",
+            settings.host,
+            "open to other machines without API keys",
+            f"set {settings.api_keys_env or 'api_keys_env and its variable'} to key1,key2,... or host=127.0.0.1",
         )
     if (
         settings.gpus_per_shard and not on_a_cluster()
@@ -320,13 +326,129 @@ def _require_safe(settings: ServeSettings, locked: bool) -> None:
         require_gpu_faiss()
 
 
-def _fingerprint(settings: ServeSettings, card: schema.Model, locked: bool, *applications: str) -> str:
-    """Return 16 hex digits that change with anything that changes what is served, how, or from where."""
-    content = {
-        "settings": settings.identity(),
-        "card": card.model_dump(exclude={"created"}),
-        "locked": locked,
-        "applications": applications,
-        "code_version": __version__,
-    }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+# ------------------------------------------------------------------------------------------- indexes and models
+
+
+class DescribedIndex(NamedTuple):
+    """An index that is not open: of files, or in an external engine."""
+
+    arguments: IndexArguments
+    facts: IndexFacts
+    shards: tuple[str, ...]
+    changes: str | None
+
+    @property
+    def changed_at(self) -> str:
+        """Where changes of its documents are kept: equal for two names of one index."""
+        if self.changes is None:
+            return self.arguments.index
+        return self.changes if is_uri(self.changes) else str(Path(self.changes).resolve())
+
+
+class DescribedEncoder(NamedTuple):
+    """An encoder that is not loaded."""
+
+    arguments: EncoderArguments
+    name: str
+    """Of the model, in the API."""
+    vocabulary: int
+
+
+@contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """Let an InputError of the block name the setting of a collection in place of `index`."""
+    try:
+        yield
+    except InputError as error:
+        raise error if name == DEFAULT_COLLECTION else error.renamed("index", f"collections.{name}") from error
+
+
+def describe_index(settings: ServeSettings, place: str) -> DescribedIndex:
+    """Read the facts of an index, and check the files of its shards.
+
+    Raises:
+        InputError: there is no such index, it is damaged, or the external engine cannot be used.
+    """
+    if is_address(place):
+        engine = Milvus(Address.parse(place, "index", settings.store_token_env))
+        version = engine.current()
+        if engine.one_writer and settings.shard_replicas > 1:
+            fault = f"{place} takes one writer at a time"
+            raise InputError.of(
+                "shard_replicas", settings.shard_replicas, fault, "set 1, or use a server of several nodes"
+            )
+        facts = IndexFacts.of_manifest(version.manifest, engine.address)
+        arguments = IndexArguments(index=str(engine.address), version=version.id, settings=settings)
+        return DescribedIndex(arguments, facts, (STORE,), None)
+    index = Index.describe(place)
+    if isinstance(index.path, Path):  # replicas copy and check their own shards from an object store
+        for shard in index.facts.shards:
+            local_directory(index.path, shard)
+    names = tuple(shard.name for shard in index.facts.shards)
+    arguments = IndexArguments(index=address(index.path), version=index.version, settings=settings)
+    return DescribedIndex(arguments, index.facts, names, address(index.changes))
+
+
+def _require_apart(index: DescribedIndex, indexes: Mapping[str, DescribedIndex], name: str) -> None:
+    """InputError if another collection has the same index: a document put in one would be found in both."""
+    for other, described in indexes.items():
+        if other != name and index.changed_at == described.changed_at:
+            raise InputError.of(
+                "index",
+                index.arguments.index,
+                f"is the index of the collection {other!r} too, and both would change the same documents",
+                "give each collection an index of its own",
+            )
+
+
+def describe_encoder(
+    settings: ServeSettings, index: DescribedIndex, others: Collection[DescribedEncoder]
+) -> DescribedEncoder:
+    """Describe the encoder of an index; InputError unless it built the index, can run, and has a name of its own."""
+    model = find(settings.model or index.facts.model, "model").path
+    path = local(model)
+    encoder = describe(path, index.facts.dimensions)
+    index.facts.require_encoder(encoder.fingerprint, index.arguments.index)
+    _require_runnable(settings, path)
+    name = model_name(settings.model or index.facts.model, path)
+    if not others:
+        name = settings.model_name or name
+    elif taken := [other.arguments for other in others if other.name == name]:
+        raise InputError.of(
+            "index",
+            index.arguments.index,
+            f"its encoder {encoder.fingerprint} has the same name in the API, {name}, as another one, {taken[0].fingerprint}",
+            "build both indexes with one encoder, or give one of the two directories another name",
+        )
+    arguments = EncoderArguments(
+        model=model, fingerprint=encoder.fingerprint, dimensions=index.facts.dimensions, settings=settings
+    )
+    return DescribedEncoder(arguments, name, encoder.vocabulary)
+
+
+def model_name(given: str, path: str) -> str:
+    """Return a name for a model: a hub name as it is, else the last part of its URI or directory that is not its digest.
+
+    Args:
+        given: directory, URI or hub name of the settings or of the index.
+        path: where it is on this machine, or the hub name.
+    """
+    if not Path(path).is_absolute():
+        return path
+    place = PurePosixPath(given) if is_uri(given) else Path(path)
+    published = (Path(path) / MANIFEST).is_file() and read_manifest(Path(path), "model").get("identity") == place.name
+    return place.parent.name if published else place.name
+
+
+def model_bytes(place: str) -> int:
+    """Return the size of the weights in a directory or its URI; 0 for a hub name."""
+    files = listing(place_of(place)) if is_uri(place) or Path(place).is_absolute() else {}
+    return sum(size for name, size in files.items() if is_weights(name))
+
+
+def _require_runnable(settings: ServeSettings, path: str) -> None:
+    """InputError if the settings demand a runtime that cannot run the model; only then the model's configuration is loaded."""
+    if settings.runtime in ("onnx", "vllm") or settings.dtype == "int8":
+        from infembed_ray.modeling.encoder import InstructionEncoder
+
+        require_runnable(InstructionEncoder.from_pretrained(path, device="meta"), settings, path)

@@ -6,36 +6,13 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from infembed_ray.errors import InputError
-from infembed_ray.evaluation.metrics import Change, p_mrr, trec_measures
-from infembed_ray.records.tables import raw_rows
+from infembed_ray.serving.release import Probe, ProbeSet
 from infembed_ray.serving.service import Found, Query, Search
-from infembed_ray.storage.steps import resolve_input
 
 TOP_K = 100
 """Hits per probe; a passage that is not among them has rank TOP_K + 1."""
 QUERIES_AT_ONCE = 32
 _NDCG = "nDCG@10"
-
-
-class Probe(BaseModel):
-    """A query under an instruction and the ids of its relevant passages; optionally the same under another instruction."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    query: str = Field(min_length=1)
-    instruction: str | None = None
-    relevant: list[str] = Field(min_length=1)
-    changed_instruction: str | None = None
-    changed_relevant: list[str] = []
-
-    @model_validator(mode="after")
-    def _both_or_neither(self) -> Probe:
-        if (self.changed_instruction is None) != (not self.changed_relevant):
-            raise ValueError("changed_instruction and changed_relevant: give both or neither")
-        return self
 
 
 class ProbeFigures(NamedTuple):
@@ -54,39 +31,34 @@ class Searcher(Protocol):
         """As `Service.search`."""
 
 
-def read_probes(value: str) -> list[Probe]:
-    """Read a probe set.
-
-    Args:
-        value: of the setting `canary.probes`: a file of rows with the fields of `Probe`.
-
-    Raises:
-        InputError: no such file, no rows, or a row that is no probe.
-    """
-    probes = []
-    for number, row in enumerate(raw_rows(resolve_input(value, "canary.probes"), "canary.probes"), start=1):
-        try:
-            probes.append(Probe.model_validate(row))
-        except ValidationError as error:
-            fault = error.errors()[0]
-            where = ".".join(map(str, fault["loc"]))
-            raise InputError(
-                f"canary.probes={value}: row {number}: {where}{': ' if where else ''}{fault['msg'].removeprefix('Value error, ')}; "
-                "give every row a query and the ids of its relevant passages (`relevant`)"
-            ) from None
-    if not probes:
-        raise InputError(f"canary.probes={value}: has no rows; give at least one query with its relevant passages")
-    return probes
+def worse_rankings(current: ProbeFigures, new: ProbeFigures, limits: ProbeSet) -> str | None:
+    """Return why the new release must not replace the current one; None if its rankings are good enough."""
+    if current.ndcg == new.ndcg == 0:
+        return (
+            "neither release finds a relevant passage of `probes` among its first ten; give the ids of indexed passages"
+        )
+    drops = [("nDCG@10", current.ndcg, new.ndcg, limits.max_ndcg_drop, "max_ndcg_drop")]
+    if current.p_mrr is not None and new.p_mrr is not None:
+        drops.append(("p-MRR", current.p_mrr, new.p_mrr, limits.max_p_mrr_drop, "max_p_mrr_drop"))
+    for measure, before, after, allowed, setting in drops:
+        if after < before - allowed:
+            return (
+                f"its {measure} on the probes is {after:.1f}, the current release's {before:.1f}; "
+                f"{setting}={allowed:g} less is allowed"
+            )
+    return None
 
 
 async def probe(searcher: Searcher, probes: Sequence[Probe]) -> ProbeFigures:
     """Search all probes and measure the rankings."""
+    from infembed_ray.evaluation.metrics import Change, p_mrr, trec_measures  # only the supervisor measures
+
     queries = list(_queries(probes))
     run: dict[str, dict[str, float]] = {}
     for start in range(0, len(queries), QUERIES_AT_ONCE):
         some = queries[start : start + QUERIES_AT_ONCE]
-        found = await searcher.search(Search([query for _, query in some], TOP_K))
-        for (name, _), hits in zip(some, found.results, strict=True):
+        answer = await searcher.search(Search([query for _, query in some], TOP_K))
+        for (name, _), hits in zip(some, answer.results, strict=True):
             run[name] = {hit.id: hit.score for hit in hits}
     judged = {f"{n}": p.relevant for n, p in enumerate(probes)}
     judged |= {f"{n} changed": p.changed_relevant for n, p in enumerate(probes) if p.changed_relevant}

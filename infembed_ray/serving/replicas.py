@@ -1,4 +1,4 @@
-"""Replicas of the Serve deployments: encoder, shard search, ingress and the metrics page.
+"""Replicas of the Serve deployments: encoder, shard search and ingress.
 
 Only an encoder replica imports torch and transformers, and only if no earlier start has left its graph. A replica without
 them uses half the memory and starts in half the time.
@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -34,21 +33,20 @@ from infembed_ray.retrieval.shards import Content, Shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import LogFault
 from infembed_ray.serving import startup
-from infembed_ray.serving.arguments import (
-    APPLICATION,
-    METRICS,
-    ApiArguments,
-    EncoderArguments,
-    IndexArguments,
-)
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, Embedded, EmptySequence, QueueFull
 from infembed_ray.serving.http.app import Limits, create_app
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.http.body import LIMIT_VARIABLE
-from infembed_ray.serving.metrics_aggregation import PUSH_S, Snapshots, snapshot
-from infembed_ray.serving.routing.blue_green import Release, ReleaseSpec
-from infembed_ray.serving.routing.encoder_calls import Inputs
-from infembed_ray.serving.routing.outcomes import Outcomes
+from infembed_ray.serving.metrics import PUSH_S, snapshot
+from infembed_ray.serving.release import (
+    APPLICATION,
+    SUPERVISOR,
+    ApiArguments,
+    EncoderArguments,
+    IndexArguments,
+    ReleaseSpec,
+)
+from infembed_ray.serving.routing.encoder_calls import EncoderInputs
 from infembed_ray.serving.routing.remote import RETRY_AFTER_S, RemoteDeployment
 from infembed_ray.serving.served import Served, ServedMetrics
 from infembed_ray.serving.service import Document, Query, ReplicaLost, ShardState
@@ -91,7 +89,9 @@ class Encoder:
         registry.register(EngineMetrics(self._engine))
         self._metrics = MetricsReporter(registry)
 
-    async def embed_many(self, items: Sequence[Inputs | list[Query]], timeout_s: float) -> list[Embedded | Exception]:
+    async def embed_many(
+        self, items: Sequence[EncoderInputs | list[Query]], timeout_s: float
+    ) -> list[Embedded | Exception]:
         """Embed the texts of several requests; return the vectors or the exception of each."""
         self._metrics.start()
         answers = await asyncio.gather(*(self._embed(item, timeout_s) for item in items), return_exceptions=True)
@@ -99,8 +99,8 @@ class Encoder:
             answer if isinstance(answer, (Embedded, *CLIENT_ERRORS)) else _readable_error(answer) for answer in answers
         ]
 
-    def _embed(self, item: Inputs | list[Query], timeout_s: float) -> Coroutine[Any, Any, Embedded]:
-        if isinstance(item, Inputs):
+    def _embed(self, item: EncoderInputs | list[Query], timeout_s: float) -> Coroutine[Any, Any, Embedded]:
+        if isinstance(item, EncoderInputs):
             return self._engine.embed(*item, timeout_s)
         texts, instructions = zip(*item, strict=True)
         return self._engine.embed_queries(texts, instructions, timeout_s)
@@ -163,12 +163,10 @@ class ShardSearch:
                 f"{arguments.version}; start `serve` again"
             )
         facts = described.facts
-        cache = arguments.settings.shard_cache
         base = Shard.open(
             described.path,
             facts.shards[number],
             gpu=arguments.settings.gpus_per_shard > 0,
-            cache=Path(cache).expanduser() if cache else None,
         )
         changes = change_log(described.path, facts)
         self._shard = LiveShard(base, changes, number, facts.folded)
@@ -235,32 +233,15 @@ class ShardSearch:
                 self._shard.refresh()
                 self._fault, logged = None, ""
             except Exception as error:  # any: without this thread the shard would become stale unnoticed
-                # Clients read the fault, so it must not name the directory.
-                known = isinstance(error, LogFault)
-                self._fault = str(error).removeprefix(f"changes={self._changes}: ") if known else "see the server's log"
+                self._fault = error.without_directory if isinstance(error, LogFault) else "see the server's log"
                 if str(error) != logged:
                     logged = str(error)
                     log.error("the shard applies no further changes and serves its current documents: %s", logged)
             time.sleep(poll_s if self._fault is None else STUCK_POLL_S)
 
 
-class MetricsPage:
-    """Collects the metrics of all replicas."""
-
-    def __init__(self) -> None:
-        self._snapshots = Snapshots()
-
-    async def keep(self, replica: str, metrics: list[Metric]) -> None:
-        """Store the latest metrics of a replica."""
-        self._snapshots.update(replica, metrics)
-
-    async def page(self) -> bytes:
-        """As `Service.metrics`."""
-        return self._snapshots.page()
-
-
 class MetricsReporter:
-    """Sends a replica's metrics to `MetricsPage`."""
+    """Sends a replica's metrics to the supervisor."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -274,10 +255,10 @@ class MetricsReporter:
     async def _report(self) -> None:
         context = serve.get_replica_context()
         replica = f"{context.app_name}/{context.deployment}/{context.replica_tag}"
-        page = RemoteDeployment.named(METRICS, APPLICATION)
+        page = RemoteDeployment.named(SUPERVISOR, APPLICATION)
         while True:
             # The page may be starting or restarting.
-            with contextlib.suppress(asyncio.TimeoutError, ReplicaLost, QueueFull):
+            with contextlib.suppress(asyncio.TimeoutError, ReplicaLost):
                 await asyncio.wait_for(page("keep", replica, snapshot(self._registry)), PUSH_S)
             await asyncio.sleep(PUSH_S)
 
@@ -286,10 +267,10 @@ class MetricsReporter:
 class Ingress:
     """A replica of the HTTP API, which answers each request from the current release."""
 
-    def __init__(self, arguments: ApiArguments, metrics: DeploymentHandle) -> None:
+    def __init__(self, arguments: ApiArguments, supervisor: DeploymentHandle) -> None:
         settings = arguments.settings
         self._arguments = arguments
-        self._metrics_page = RemoteDeployment(metrics)
+        self._supervisor = RemoteDeployment(supervisor)
         self._keys = ApiKeys.load(settings.api_keys_env, settings.api_keys_file, settings.ingress_replicas)
         if arguments.locked and not self._keys:
             raise RuntimeError(
@@ -304,7 +285,6 @@ class Ingress:
             )
         self._registry = CollectorRegistry()
         self._reporter = MetricsReporter(self._registry)
-        self._outcomes = Outcomes(self._registry)
         self._served: Served | None = None
         self._registry.register(ServedMetrics(lambda: self._served))
         self._switching: asyncio.Task[None] | None = None
@@ -313,12 +293,11 @@ class Ingress:
         settings = self._arguments.settings
         return create_app(
             lambda: self._now.releases[DEFAULT_COLLECTION],
-            lambda: self._now.spec.fingerprint,
+            lambda: self._now.fingerprint,
             self._keys,
             Limits(max_body_mib=settings.max_body_mib, request_timeout_s=settings.request_timeout_s),
             registry=self._registry,
             request_ids=settings.ha_proxy,  # Serve's own proxy adds them
-            searches=self._choose,
             collections=lambda: self._now.releases,
         )
 
@@ -331,31 +310,29 @@ class Ingress:
         if self._switching is not None:
             self._switching.cancel()
         spec = ReleaseSpec.model_validate(user_config)
-        new = Served.open(spec, self._arguments.settings, self._metrics_page, self._outcomes)
+        new = Served.open(spec, self._arguments.settings, self._supervisor)
         self._switching = asyncio.get_running_loop().create_task(self._switch_to(new))
         await asyncio.wait([self._switching], timeout=OPEN_TIMEOUT_S)
         if self._served is None:
-            raise RuntimeError(f"{' and '.join(sorted(spec.applications))} do not answer")
+            raise RuntimeError(f"{' and '.join(sorted(spec.parts))} do not answer")
 
     async def _switch_to(self, new: Served) -> None:
-        for opened in filter(None, (*new.releases.values(), new.canary)):
+        for release in new.releases.values():
             # A replica without a release does not wait for the reranker: searches do without it.
-            while not await opened.ready(with_reranker=self._served is not None):
+            while not await release.ready(with_reranker=self._served is not None):
                 await asyncio.sleep(POLL_S)
+        if self._served is not None and (fault := await self._verdict(self._served.spec, new.spec)):
+            log.error("the new release is not served: %s", fault)
+            return
         self._served = new
-        if new.canary is None:
-            self._outcomes.clear()  # the series of releases that serve no more would add up
 
-    def _choose(self, model: str | None) -> Release:
-        """Return what answers a new search of the default collection.
-
-        That is the canary for its share, unless the search names another model.
-        """
-        served = self._now
-        terms, canary, current = served.spec.canary, served.canary, served.releases[DEFAULT_COLLECTION]
-        if canary is None or terms is None or model not in (None, canary.card.id):
-            return current
-        return canary if time.time() < terms.until and random.random() < terms.share else current
+    async def _verdict(self, current: ReleaseSpec, new: ReleaseSpec) -> str | None:
+        """As `Supervisor.verdict`; wait for the supervisor, which may be starting."""
+        while True:
+            with contextlib.suppress(ReplicaLost, QueueFull):
+                fault: str | None = await self._supervisor("verdict", current, new)
+                return fault
+            await asyncio.sleep(POLL_S)
 
     @property
     def _now(self) -> Served:

@@ -9,46 +9,15 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from infembed_ray.config.serving import ServeSettings
-from infembed_ray.serving.arguments import ENCODER, RERANKER
-from infembed_ray.serving.routing.blue_green import CollectionSpec, Release, ReleaseSpec
+from infembed_ray.serving.release import ENCODER, RERANKER, ReleaseSpec
+from infembed_ray.serving.routing.blue_green import Release
 from infembed_ray.serving.routing.encoder_calls import EncoderCalls
-from infembed_ray.serving.routing.outcomes import Outcomes
 from infembed_ray.serving.routing.remote import RemoteDeployment
 from infembed_ray.serving.routing.reranking import OUTCOMES, RerankStage
 
-
-def open_encoder(application: str, settings: ServeSettings) -> EncoderCalls:
-    """Return the calls to the encoder of a Serve application."""
-    return EncoderCalls(
-        RemoteDeployment.named(ENCODER, application),
-        timeout_s=settings.request_timeout_s,
-        replicas=settings.max_encoder_replicas or settings.encoder_replicas,
-        query_cache_bytes=settings.query_cache_mib * 2**20,
-    )
-
-
-def open_release(
-    spec: CollectionSpec,
-    encoder: EncoderCalls,
-    settings: ServeSettings,
-    metrics: RemoteDeployment,
-    outcomes: Outcomes | None = None,
-) -> Release:
-    """Return a release of one collection whose shards are the Serve deployments that a spec names."""
-    return Release(
-        spec,
-        encoder,
-        [RemoteDeployment.named(shard, spec.index) for shard in spec.shards],
-        metrics,
-        timeout_s=settings.request_timeout_s,
-        shard_replicas=settings.shard_replicas,
-        max_changed_documents=settings.max_changed_documents,
-        ranking=settings.ranking,
-        outcomes=outcomes,
-        reranker=RerankStage(spec.rerank, RemoteDeployment.named(RERANKER, spec.rerank.application))
-        if spec.rerank
-        else None,
-    )
+COMPACT_AT = ServeSettings.model_fields["compact_at"].default
+FULL = 5
+"""Multiple of `compact_at` (of its default if it is null) from which documents are refused: compaction does not keep up."""
 
 
 class Served(NamedTuple):
@@ -56,35 +25,45 @@ class Served(NamedTuple):
 
     Attributes:
         spec: its parts.
-        encoders: by application.
+        fingerprint: of the spec.
+        encoders: by application; collections with the same encoder share its calls and its query cache.
         releases: by collection, the default one first.
-        canary: another release of the default collection; None: there is none.
     """
 
     spec: ReleaseSpec
+    fingerprint: str
     encoders: Mapping[str, EncoderCalls]
     releases: Mapping[str, Release]
-    canary: Release | None
 
     @classmethod
-    def open(
-        cls,
-        spec: ReleaseSpec,
-        settings: ServeSettings,
-        metrics: RemoteDeployment,
-        outcomes: Outcomes,
-    ) -> Served:
-        """Open a release; the collections with the same encoder share its calls and its query cache."""
-        encoders = {one.encoder: open_encoder(one.encoder, settings) for one in spec.by_name.values()}
+    def open(cls, spec: ReleaseSpec, settings: ServeSettings, supervisor: RemoteDeployment) -> Served:
+        """Open a release, whose encoders and shards are the Serve deployments that the spec names."""
+        encoders = {
+            name: EncoderCalls(
+                RemoteDeployment.named(ENCODER, name),
+                replicas=settings.max_encoder_replicas or settings.encoder_replicas,
+                query_cache_bytes=settings.query_cache_mib * 2**20,
+            )
+            for name in spec.encoders
+        }
+        reranker = None
+        if spec.rerank and spec.reranker:
+            reranker = RerankStage(spec.rerank, RemoteDeployment.named(RERANKER, spec.reranker.application))
         releases = {
-            name: open_release(one, encoders[one.encoder], settings, metrics, outcomes)
+            name: Release(
+                one,
+                encoders[one.encoder.application],
+                [RemoteDeployment.named(shard, one.index.application) for shard in one.shards],
+                supervisor,
+                timeout_s=settings.request_timeout_s,
+                shard_replicas=settings.shard_replicas,
+                max_changed_documents=FULL * (settings.compact_at or COMPACT_AT),
+                ranking=settings.ranking,
+                reranker=reranker,
+            )
             for name, one in spec.by_name.items()
         }
-        canary = None
-        if spec.canary is not None:  # with calls of its own: the query cache of the current release would favour it
-            trial = spec.canary.release
-            canary = open_release(trial, open_encoder(trial.encoder, settings), settings, metrics, outcomes)
-        return cls(spec, encoders, releases, canary)
+        return cls(spec, spec.fingerprint, encoders, releases)
 
 
 class ServedMetrics:
@@ -107,12 +86,12 @@ class ServedMetrics:
         yield CounterMetricFamily(
             "infembed_query_cache_misses", "Queries that were encoded.", sum(cache.misses for cache in caches)
         )
-        if stages := [release.reranker for release in served.releases.values() if release.reranker]:
+        if stage := next(iter(served.releases.values())).reranker:  # one for all collections
             searches = CounterMetricFamily(
                 "infembed_rerank_searches", "Searches to re-rank, by outcome.", labels=["outcome"]
             )
             for outcome in OUTCOMES:
-                searches.add_metric([outcome], sum(stage.counts[outcome] for stage in stages))
+                searches.add_metric([outcome], stage.counts[outcome])
             yield searches
         names = GaugeMetricFamily(
             "infembed_collection_info",
@@ -120,5 +99,6 @@ class ServedMetrics:
             labels=["collection", "release", "application", "index_version"],
         )
         for name, spec in served.spec.by_name.items():
-            names.add_metric([name, spec.fingerprint, spec.index, spec.card.index_version], 1)
+            labels = [name, served.fingerprint, spec.index.application, spec.card.index_version]
+            names.add_metric(labels, 1)
         yield names

@@ -31,7 +31,6 @@ class Search:
         exclude: lower passages that resemble what the instruction excludes; None: as the server is set.
         hybrid: share of BM25 in the score; None: as the server is set.
         explain: say what the instruction of the only query did to each hit; `top_k` is at most `explaining.MAX_EXPLAINED_HITS`.
-        background: a search that the API makes for itself; it is not counted among the searches of the release.
         rerank: re-rank the first hits; None: as the server's settings say.
     """
 
@@ -43,7 +42,6 @@ class Search:
     exclude: bool | None = None
     hybrid: float | None = None
     explain: bool = False
-    background: bool = False
     rerank: bool | None = None
 
 

@@ -16,7 +16,7 @@ from infembed_ray.retrieval.filters import FilterError
 from infembed_ray.retrieval.stores.milvus import Milvus
 from infembed_ray.retrieval.stores.store import Address, StoreFault
 from infembed_ray.retrieval.updates.write_ahead_log import Change
-from infembed_ray.serving.arguments import IndexArguments
+from infembed_ray.serving.release import IndexArguments
 from infembed_ray.serving.service import Document, ReplicaLost, ShardState
 
 SEARCHES = 8
@@ -47,8 +47,8 @@ class StoreSearch:
 
     async def document(self, id: str) -> Document | None:
         """Return the document with an id."""
-        found = await self._call(self._threads, self._store.get, id)
-        return None if found is None else Document(found.id, found.text, found.metadata)
+        hit = await self._call(self._threads, self._store.get, id)
+        return None if hit is None else Document(hit.id, hit.text, hit.metadata)
 
     async def change(self, changes: Sequence[Change]) -> int:
         """Apply changes; return the sequence from which searches see them."""

@@ -1,4 +1,4 @@
-"""State of an unfinished run, for `infembed status`: a small file beside its output, which the finished run deletes.
+"""State of an unfinished run, for `infembed runs`: a small file beside its output, which the finished run deletes.
 
 `OUTPUT/.<identity>.state.json` holds the command, the newest line of progress, and the error that ended the run.
 """

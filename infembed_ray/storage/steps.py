@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import secrets
 import shutil
 import time
@@ -276,8 +277,7 @@ class Step:
         decides = {"stage": stage, "settings": settings.identity(), "inputs": self.contents}
         self.identity = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
         self.path = self.root / self.identity
-        for root in {self.root, place}:
-            require_writable(root, "output")
+        require_access(place, "output")
         self._remote_root = place if isinstance(place, Folder) else None
         self.remote = None if self._remote_root is None else self._remote_root / self.identity
         self._uri = None if self.remote is None else self.remote.uri
@@ -288,10 +288,20 @@ class Step:
         return self.root / f".{self.identity}.partial"
 
     def finished(self) -> Published | None:
-        """Return the output if an earlier run published it, and let `latest` name it again."""
+        """Return the output if an earlier run published it, and let `latest` name it again; else make its place.
+
+        Raises:
+            InputError: the place cannot be written.
+        """
         if done := self.found():
             self.become_latest()
+        else:
+            self._require_writable()
         return done
+
+    def _require_writable(self) -> None:
+        for root in {self.root, self.place}:
+            require_writable(root, "output")
 
     def become_latest(self) -> None:
         """Let `latest` name this output, which is published."""
@@ -318,6 +328,7 @@ class Step:
             InputError: another run writes this output, or has just published it; or the object store failed.
         """
         before: dict[str, Entry] = {}
+        self._require_writable()
         with contextlib.ExitStack() as held:
             # The directory of this machine has a lease of its own, also where the output is in an object store.
             still_held = held.enter_context(lease(self.root, self.identity, "output", self.place))
@@ -463,3 +474,19 @@ def require_writable(root: Place, name: str) -> None:
         raise InputError.of(
             name, root, f"cannot be written ({error.strerror})", "choose a writable directory"
         ) from error
+
+
+def existing(path: Path) -> Path:
+    """Return a path itself, or the nearest of its parents that exists."""
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def require_access(root: Place, name: str) -> None:
+    """Raise InputError if a directory cannot be made or written; write nothing. Only `require_writable` tests a store."""
+    if isinstance(root, Folder):
+        return
+    place = existing(root)
+    reason = "" if place.is_dir() else f"{place} is a file"
+    if reason or not os.access(place, os.W_OK | os.X_OK):
+        reason = reason or f"{place} is not writable"
+        raise InputError.of(name, root, f"cannot be written ({reason})", "choose a writable directory")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import ray
 
-from infembed_ray.config.evaluation import EncoderSettings
+from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation import results
@@ -92,7 +92,7 @@ def _run_trials(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[list
 def _run_trial(trial: Trial) -> tuple[str, str | None]:
     """Train and evaluate one trial on some node, as a driver does; return the place of its results, and why it failed."""
     try:
-        model: EncoderSettings | str | None = trial.untrained
+        model: RetrieverSettings | str | None = trial.untrained
         if trial.train is not None:
             published = train(trial.train)
             assert published is not None

@@ -6,20 +6,26 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from infembed_ray.config.base import nearest
-from infembed_ray.config.evaluation import EncoderSettings, EvaluateSettings
+from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.config.training import TrainSettings
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, check_all
+from infembed_ray.evaluation.inputs import describe_tasks
+from infembed_ray.evaluation.inputs import resolve as resolve_evaluation
 from infembed_ray.evaluation.results import Results
-from infembed_ray.evaluation.tasks import catalogue, registry
+from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.template import render
+from infembed_ray.planning.train import memory_of, needs
+from infembed_ray.progress import counted
+from infembed_ray.storage.dry_run import gib, require_space_of_workers, state
 from infembed_ray.storage.places import Place, address, fingerprint_files, place_of
 from infembed_ray.storage.steps import Step, find_input, fingerprint
 from infembed_ray.training import deepspeed_config, sources
@@ -52,7 +58,7 @@ class Trial:
     seed: int | None
     train: TrainSettings | None
     evaluate: EvaluateSettings
-    untrained: EncoderSettings | None
+    untrained: RetrieverSettings | None
 
     @property
     def name(self) -> str:
@@ -130,7 +136,7 @@ def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str,
         if (value := getattr(settings.evaluate, name)) is not None:
             files[f"evaluate.{name}"] = find_input(value, f"evaluate.{name}")
     names = {}
-    for task in registry.expand(settings.evaluate.tasks):
+    for task in catalogue.expand(settings.evaluate.tasks):
         names[f"evaluate.tasks.{task}"] = _fingerprint_of(catalogue.files(task, settings.evaluate.data))
     models = {f"models.{label}": model for label, model in settings.models.items()}
     trainings = [trial.train for trial in planned if trial.train is not None]
@@ -199,8 +205,8 @@ def _with_absolute_paths(settings: SweepSettings) -> SweepSettings:
         raise InputError(
             "evaluate.tasks is empty: set evaluate.tasks=[followir] or another of the catalogue, or evaluate.records"
         )
-    tasks = registry.expand(settings.evaluate.tasks)
-    evaluate: dict[str, Any] = {"tasks": tuple(t if t in registry.TASKS else _absolute(t) for t in tasks)}
+    tasks = catalogue.expand(settings.evaluate.tasks)
+    evaluate: dict[str, Any] = {"tasks": tuple(t if t in catalogue.TASKS else _absolute(t) for t in tasks)}
     for name in ("records", "reworded", "distractors", "data", "embeddings"):
         if (path := getattr(settings.evaluate, name)) is not None:
             if name != "embeddings":  # may not exist yet
@@ -242,7 +248,7 @@ def _trial(
     model: str,
     seed: int | None,
     train: TrainSettings | None,
-    untrained: EncoderSettings | None,
+    untrained: RetrieverSettings | None,
 ) -> Trial:
     # One folder per trial: two trials would overwrite each other's `latest` in a shared one.
     of_model = train or untrained
@@ -258,7 +264,7 @@ def _trial(
     return Trial(row, model, seed, train, evaluate, untrained)
 
 
-def untrained(train: TrainSettings, backbone: str) -> EncoderSettings:
+def untrained(train: TrainSettings, backbone: str) -> RetrieverSettings:
     """Return an untrained backbone with the text format of the trainings, so that a gain is not one of prompts or lengths."""
     names = ("pooling", "append_eos", "bidirectional", "query_length", "passage_length")
     reads: dict[str, Any] = {name: getattr(train, name) for name in names}
@@ -267,4 +273,38 @@ def untrained(train: TrainSettings, backbone: str) -> EncoderSettings:
         instructed = render(train.template or "instruction_first", "{instruction}", "{query}")
         reads |= {"instructed_query": before + instructed, "plain_query": f"{before}{{query}}"}
         reads["passage"] = f"{train.passage_prefix or ''}{{passage}}"
-    return EncoderSettings(model=backbone, **reads)
+    return RetrieverSettings(model=backbone, **reads)
+
+
+def describe(settings: SweepSettings) -> Iterator[str]:
+    """Check one training per row and backbone, and the evaluation of the first trial: the others differ by seed or row."""
+    planned, step = prepare(settings)
+    if (yield from state(step)):
+        return
+    designs = {(t.row, t.model): t for t in planned if t.train is not None and t.seed == settings.seeds[0]}
+    seeds = len(settings.seeds)
+    yield f"trials: {len(planned):,}, of which {len(designs) * seeds:,} train ({counted(seeds, 'seed')} per row and model)"
+    first = planned[0]
+    model = first.untrained or first.train.model  # type: ignore[union-attr]
+    evaluation = first.evaluate.model_copy(update={"models": {first.row: model}})
+    found, *needs = check_all(
+        lambda: resolve_evaluation(evaluation, share_corpora=False),
+        *(partial(_needs, trial) for trial in designs.values()),
+    )
+    if needs:
+        steps, memory, disk = zip(*needs, strict=True)
+        yield f"steps: {seeds * sum(steps):,} in all trainings"
+        largest = f", of {max(zip(memory, designs, strict=True))[1][0]}" if len(designs) > 1 else ""
+        yield f"memory: about {gib(max(memory))} {memory_of(settings.train)} at the peak of a step{largest}"
+        yield require_space_of_workers(step, seeds * sum(disk), step.root / "trials")
+    yield from describe_tasks(found)
+    yield "{:,} queries and {:,} passages per trial".format(*found.size)
+
+
+def _needs(trial: Trial) -> tuple[int, float, float]:
+    """Return what a training needs; InputError with its row."""
+    assert trial.train is not None
+    try:
+        return needs(trial.train)
+    except InputError as error:
+        raise error.within(f"row {trial.row}, {trial.model}: ") from error

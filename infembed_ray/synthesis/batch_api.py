@@ -30,7 +30,7 @@ from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm import prices
 from infembed_ray.llm.batch_client import BatchClient
 from infembed_ray.llm.batch_quota import EXCEEDED, EnqueuedTokens, QuotaExceeded, prompt_tokens
-from infembed_ray.llm.chat import Completion, Request, RunFailure
+from infembed_ray.llm.chat import IGNORED, UNCAPPED, Completion, Request, RunFailure
 from infembed_ray.llm.dialects import Dialects, learn
 from infembed_ray.llm.endpoint import one_line
 from infembed_ray.llm.journal import Journal
@@ -168,6 +168,13 @@ class _BatchRunner:
                 say(f"synthesize: {line}")
             self._committed_usd += learned.used[USD]
             self.report.probe_usd = learned.used[USD]
+        budget = self._settings.limits.budget_usd
+        for model, dialect in (self.report.dialects or [{}])[0].items():
+            if budget is not None and dialect.get(UNCAPPED) == IGNORED:
+                raise RunFailure(
+                    f"limits.budget_usd={budget:g}: {model} at {self._settings.endpoint.base_url} ignores max_tokens, so the cost of "
+                    "a batch has no bound; set batches=null or limits.budget_usd=null"
+                )
 
     def unfinished(self) -> list[Batch]:
         """Return the batches that an earlier run submitted and did not collect; note what others left unanswered."""

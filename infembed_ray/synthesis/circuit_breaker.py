@@ -1,20 +1,20 @@
-"""Circuit breaker: stops a run in which every row fails at the same step for the same reason.
+"""Circuit breaker: stops a run in which every row fails at the same step for the same reason, although the models answer.
 
-With a wrong parameter, the endpoint refuses every request with HTTP 400 or 422. Each refusal fails only its row, but no
-row can pass, so the run stops after a few of them. The same holds for answers that are all cut off or malformed, and for
-unexpected exceptions. Rows that fail end sooner than rows that pass, so a row passes a step when its next step is asked.
+For example, all answers are cut off or malformed, or the endpoint refuses the texts of one step. Each failure fails only
+its row, but no row can pass, so the run stops after a few of them; also after unexpected exceptions. Rows that fail end
+sooner than rows that pass, so a row passes a step when its next step is asked. An endpoint that answers nothing, or refuses
+everything, stops the run in the client (module `llm.client`).
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Complete, Completion, Request
 from infembed_ray.synthesis import judge
 from infembed_ray.synthesis.batch_files import LEFT_OUT
-from infembed_ray.synthesis.outcome import Outcome
+from infembed_ray.synthesis.outcome import Outcome, kind_of
 from infembed_ray.synthesis.pipeline import STEPS, model_of
 
 ALIKE = 20
@@ -76,7 +76,7 @@ class CircuitBreaker:
             )
 
     def _count_failure(self, step: str, error: str) -> None:
-        failed = step, re.split("[:;(]", error, maxsplit=1)[0].strip()  # without details, for example `HTTP 400`
+        failed = step, kind_of(error)
         self._failures[failed] += 1
         if self._failures[failed] >= self._alike and self.failure is None:
             setting, model = model_of(self._settings, step)

@@ -49,14 +49,23 @@ from infembed_ray.storage.steps import Published, Staging, Step
 from infembed_ray.synthesis import self_hosted
 from infembed_ray.synthesis.audit import described
 from infembed_ray.synthesis.batch_files import leaving_out
-from infembed_ray.synthesis.circuit_breaker import ALIKE, CircuitBreaker
+from infembed_ray.synthesis.circuit_breaker import CircuitBreaker
 from infembed_ray.synthesis.coordinator import Coordinator
 from infembed_ray.synthesis.forecast import forecast, sample
 from infembed_ray.synthesis.live_progress import live_progress
 from infembed_ray.synthesis.outcome import Outcome
 from infembed_ray.synthesis.outputs import Outputs, nothing_kept
 from infembed_ray.synthesis.pipeline import synthesize
-from infembed_ray.synthesis.preflight import BATCHES, Job, all_journaled, check, has_pending_batches, prepare, resolve
+from infembed_ray.synthesis.preflight import (
+    BATCHES,
+    Job,
+    all_journaled,
+    check,
+    has_pending_batches,
+    make_journal,
+    prepare,
+    resolve,
+)
 from infembed_ray.synthesis.tasks import write_tasks
 
 if TYPE_CHECKING:
@@ -86,14 +95,14 @@ def run(settings: SynthesizeSettings) -> Published:
 
     Publishes `records.parquet`, `rejected.parquet` and `dead_letter.parquet`, and with `settings.complement` also
     `complements.parquet`. The journal outlives the run: an interrupted run resumes from it and pays for no answer twice.
-    A run that cannot go on (a refused key, a used-up budget) finishes and journals the requests in flight, and publishes
-    nothing. A run that keeps no record publishes nothing either; the message names the directory with its rejected and
-    dead-letter files.
+    A run that cannot go on (a refused key, a used-up budget, an endpoint that stopped answering) finishes and journals the
+    requests in flight, and publishes nothing. A run with too many dead letters, or that keeps no record, publishes nothing
+    either; the message names the directory with its rejected and dead-letter files.
 
     Raises:
         InputError: bad settings or seeds; no key although some requests are in no journal; or, during the run, endpoints
-            that refuse the key, the model or all requests of a step or cannot be reached, a used-up budget, or no record
-            that is kept.
+            that refuse the key, the model or all requests of a step or do not answer, a used-up budget, more dead letters
+            than `max_dead_letters`, or no record that is kept.
     """
     seeds, table, step = prepare(settings)
     if done := step.finished():
@@ -102,6 +111,8 @@ def run(settings: SynthesizeSettings) -> Published:
     if isinstance(job.journal, Folder) and not job.has_key:
         _settle_journal(job.journal)  # its answers must be in the store before they are counted
     check(job)
+    if job.has_key:
+        make_journal(job)
     with step.publish() as staging, _hosting(job, step.identity, staging) as job:  # no other run of it spends now
         spent_usd = 0.0 if settings.limits.budget_usd is None else budget.resume(job.journal, table)
         shutil.rmtree(staging.path / CANARY, ignore_errors=True)  # of an interrupted run
@@ -115,15 +126,15 @@ def run(settings: SynthesizeSettings) -> Published:
             staging.facts["batches"] = report.figures()
             spent_usd = _spent_usd(job) + report.probe_usd
             job = replace(job, left_out=report.left_out, dialects=report.dialects)
-        breaker = CircuitBreaker(settings, min(ALIKE, job.survey.seeds))
         with Outputs(staging.path, table) as outputs:
-            stats, _ = _run_rows(job, step, outputs, breaker.add, spent_usd)
+            stats, _ = _run_rows(job, step, outputs, None, spent_usd)
         staging.counts = outputs.counts()
         staging.facts |= {**outputs.facts(), "traffic": stats.facts(), "left_out": dict(job.survey.left_out)}
         ended = sum(staging.counts[kind] for kind in ("kept", "rejected", "dead_letter"))
         assert ended == job.survey.seeds, f"{ended} of {job.survey.seeds} seeds came out"
+        outputs.require_few_dead_letters(settings.max_dead_letters)
         if not staging.counts["kept"]:
-            raise InputError(nothing_kept(staging, breaker.failure or outputs.first_failure))
+            raise InputError(nothing_kept(staging, outputs.first_failure))
     if staging.facts["cheap_judge"] is not None:
         say(f"synthesize: {described(staging.facts['cheap_judge'])}")
     if staging.counts["dead_letter"]:
@@ -209,7 +220,7 @@ def _run_rows(
     job: Job,
     step: Step,
     outputs: Outputs,
-    see: Callable[[Outcome], object],
+    see: Callable[[Outcome], object] | None,
     spent_usd: float,
     title: str = "synthesize",
 ) -> tuple[LedgerStats, Dialects | None]:
@@ -233,7 +244,8 @@ def _run_rows(
                         unfinished += 1
                     elif not unfinished:
                         outputs.add(index, outcome)
-                        see(outcome)
+                        if see is not None:
+                            see(outcome)
                         advance()
         finally:
             tasks.unlink(missing_ok=True)

@@ -6,15 +6,24 @@ do not exist yet are as long as those of the published set on average (paper, Ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
+from infembed_ray.config.base import nearest
+from infembed_ray.config.synthesis import SynthesizeSettings
+from infembed_ray.errors import Fault, InputError, check_all
+from infembed_ray.llm import budget, prices
+from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import run_in_thread
+from infembed_ray.llm.endpoint import list_models
 from infembed_ray.llm.journal_store import open_journal
 from infembed_ray.llm.prices import BATCH_PRICE
+from infembed_ray.progress import counted
 from infembed_ray.records.tables import Seed
-from infembed_ray.synthesis import templates
+from infembed_ray.storage.dry_run import state
+from infembed_ray.synthesis import preflight, templates
 from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, model_of, next_request, steps_of
 from infembed_ray.synthesis.preflight import Job
 
@@ -111,3 +120,102 @@ def _prompt_bytes(job: Job, seed: Seed, step: str) -> int:
     }
     request = template.request(model_of(settings, step)[1], step, seed.id, texts)
     return len(request.messages[0]["content"].encode())
+
+
+_LISTED = 20
+"""Most models of an endpoint that an error may list."""
+
+
+def describe(settings: SynthesizeSettings, endpoint: bool = False) -> Iterator[str]:
+    """Yield what a run would do, line by line.
+
+    Args:
+        endpoint: also ask every endpoint for its models.
+
+    Raises:
+        InputError: as a run, after the lines that could be made.
+    """
+    faults: dict[str, Fault | str] = {}
+    for lines in [_describe_run(settings), *[_describe_endpoints(settings)] * endpoint]:
+        try:
+            yield from lines
+        except InputError as error:
+            faults |= {str(fault): fault for fault in error.args}
+    if faults:
+        raise InputError(*faults.values())
+
+
+def _describe_run(settings: SynthesizeSettings) -> Iterator[str]:
+    try:
+        seeds, table, step = preflight.prepare(settings)
+    except InputError as error:
+        check_all(partial(_raise, error), lambda: preflight.check_settings(settings, prices.load(settings.prices)))
+        raise
+    if (yield from state(step)):
+        return
+    job = preflight.resolve(settings, seeds, table)
+    yield f"seeds: {job.survey.seeds:,} of {seeds.path}" + (
+        f"; {sum(job.survey.left_out.values()):,} rows are left out" if job.survey.left_out else ""
+    )
+    try:
+        made = estimate(job)
+    except RunFailure as failure:
+        raise InputError(str(failure)) from failure
+    sample = "" if made.rehearsed == made.seeds else f" (estimated from {made.rehearsed:,} of the seeds)"
+    if not made.calls:
+        yield f"calls: none, the journals answer all of them{sample}"
+    else:
+        yield f"calls: {made.calls:,.0f} at most, if every record is kept and no answer is malformed{sample}"
+        unbound = [f"{name}.max_tokens" for name, model in preflight.models(settings).items() if not model.max_tokens]
+        bound = (
+            f"no bound for answers; set {' and '.join(unbound)}"
+            if made.answer_tokens is None
+            else f"at most {made.answer_tokens:,.0f} for answers"
+        )
+        yield f"tokens: about {made.prompt_tokens:,.0f} for prompts, {bound}"
+        if made.usd is not None:
+            yield f"price: about {made.usd:,.2f} USD at most, at list prices of {table.as_of}"
+        elif made.answer_tokens is not None:
+            yield "price: unknown, because a model has no list price; give its prices in a file and set prices=FILE"
+    if made.calls:
+        probed = [name for name, endpoint in job.endpoints.items() if endpoint.probe]
+        models = preflight.probes(settings)
+        yield (
+            f"pre-flight: {counted(len(models), 'short request')} to {' and '.join(probed)}, to find out which parameters "
+            f"{' and '.join(models)} take{'s' if len(models) == 1 else ''}"
+            if probed
+            else "pre-flight: none (endpoint.probe=false); parameters are sent as set"
+        )
+    preflight.check(job)
+    if settings.limits.budget_usd is not None:
+        spent = budget.spent_usd(job.journal, table)
+        yield f"budget: {settings.limits.budget_usd:,.2f} USD, of which this journal has used {spent:,.2f}"
+
+
+def _raise(error: InputError) -> None:
+    raise error
+
+
+def _describe_endpoints(settings: SynthesizeSettings) -> Iterator[str]:
+    """Ask every endpoint for its models, and say which ones of the settings it lacks."""
+    asked = dict(reversed([model_of(settings, step) for step in steps_of(settings)]))
+    faults = []
+    for name, endpoint in preflight.endpoints(settings).items():
+        if endpoint.serve is not None:
+            yield f"{name}: the run starts {endpoint.serve.model} on {counted(endpoint.serve.gpus, 'GPU')}"
+            continue
+        try:
+            models = list_models(endpoint, name)
+        except RunFailure as failure:
+            faults.append(str(failure))
+            continue
+        if models is None:
+            yield f"{name} {endpoint.base_url} answers; it does not list its models"
+            continue
+        yield f"{name} {endpoint.base_url} answers, with {counted(len(models), 'model')}"
+        for setting, model in asked.items():
+            if not models & {model.model, f"{model.model}:latest"}:  # Ollama answers without its tag, too
+                hint = nearest(model.model, models) if len(models) <= _LISTED else "correct the name"
+                faults.append(f"{setting}.model={model.model}: {name} {endpoint.base_url} does not list it: {hint}")
+    if faults:
+        raise InputError(*faults)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +16,11 @@ Kind = Literal["kept", "rejected", "dead_letter"]
 
 SCHEMAS: Mapping[Kind, pa.Schema] = {"kept": RECORD, "rejected": REJECTED, "dead_letter": DEAD_LETTER}
 """Columns of the rows of each kind."""
+
+
+def kind_of(error: str) -> str:
+    """Return the error of a dead letter without its details, for example `HTTP 400`."""
+    return re.split("[:;(]", error, maxsplit=1)[0].strip()
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from infembed_ray.errors import InputError
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.progress import counted
 from infembed_ray.records import tables
 from infembed_ray.storage.steps import Staging
 from infembed_ray.synthesis.audit import JudgeAudit
-from infembed_ray.synthesis.outcome import SCHEMAS, Kind, Outcome, Spend
+from infembed_ray.synthesis.outcome import SCHEMAS, Kind, Outcome, Spend, kind_of
 from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, STEPS
 from infembed_ray.telemetry import report
 
@@ -28,6 +29,8 @@ _FILES: Mapping[Kind, str] = {
     "dead_letter": tables.DEAD_LETTER_FILE,
 }
 _ROW_GROUP = 1000
+_CAUSES = 3
+"""Kinds of dead letters that an error message names."""
 
 
 class Outputs:
@@ -38,6 +41,7 @@ class Outputs:
     """
 
     def __init__(self, directory: Path, table: PriceTable) -> None:
+        self._directory = directory
         self._prices_as_of = table.as_of
         self._tables = {kind: _Table(directory / name, SCHEMAS[kind], empty=True) for kind, name in _FILES.items()}
         self._complements = _Table(directory / tables.COMPLEMENTS_FILE, tables.COMPLEMENT)
@@ -48,6 +52,8 @@ class Outputs:
         self._kinds: Counter[Kind] = Counter()
         self._reasons: Counter[str] = Counter()
         self._ended: dict[Kind, Counter[str]] = {"rejected": Counter(), "dead_letter": Counter()}
+        self._causes: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
         self.first_failure = ""
         """Step and reason of the first seed that was not kept."""
         self._audit = JudgeAudit()
@@ -85,6 +91,10 @@ class Outputs:
             step, why = outcome.row["step"], outcome.row["reason" if outcome.kind == "rejected" else "error"]
             self.first_failure = self.first_failure or f"seed {outcome.row['id']}, step {step}: {why}"
             self._ended[outcome.kind][step] += 1
+            if outcome.kind == "dead_letter":
+                cause = f"{step}: {kind_of(why)}"
+                self._causes[cause] += 1
+                self._examples.setdefault(cause, f"{step}: {why}")
             if outcome.kind == "rejected":
                 self._reasons[f"{step}: {why}"] += 1
         self._tables[outcome.kind].add(outcome.row)
@@ -117,6 +127,21 @@ class Outputs:
             "calls": self._paid.calls,
             "replayed": self._replayed.calls,
         }
+
+    def require_few_dead_letters(self, most: float) -> None:
+        """Refuse a larger share of dead letters than `most`.
+
+        Raises:
+            InputError: there are more; the message names the most frequent causes.
+        """
+        dead = self._kinds["dead_letter"]
+        if dead and dead / self._next > most:
+            causes = "; ".join(f"{n} x {self._examples[cause]}" for cause, n in self._causes.most_common(_CAUSES))
+            raise InputError(
+                f"max_dead_letters={most:g}: {dead} of {self._next} seeds ({dead / self._next:.1%}) are dead letters, so nothing "
+                f"is published: {causes}. Mend the cause and run the same command, which asks again only what was not answered, "
+                f"or raise max_dead_letters; {tables.DEAD_LETTER_FILE} is in {self._directory}"
+            )
 
     def facts(self) -> dict[str, Any]:
         """Return the manifest's figures: cost of this run and of replayed completions, and why rows were rejected.

@@ -29,7 +29,7 @@ from infembed_ray.progress import say, track
 from infembed_ray.records.tables import Seed
 from infembed_ray.storage.object_store import convert_errors, is_uri
 from infembed_ray.storage.places import Place
-from infembed_ray.storage.steps import Step, folder_of, require_writable, resolve_input
+from infembed_ray.storage.steps import Step, folder_of, require_access, require_writable, resolve_input
 from infembed_ray.synthesis import batch_files, templates
 from infembed_ray.synthesis.pipeline import STEPS, model_of, next_request, steps_of
 from infembed_ray.synthesis.sources import SeedSurvey, Source
@@ -148,12 +148,18 @@ def check(job: Job) -> None:
 def _check_journal(job: Job) -> None:
     if not job.has_key:
         require_all_journaled(job, open_journal(job.journal, job.replay))
-    elif isinstance(job.journal, Path):
-        require_writable(job.journal, "journal")
     else:
-        with convert_errors(str(job.journal), "journal"):
-            job.journal.write(PROBE, "")
-            job.journal.delete(PROBE)
+        require_access(job.journal, "journal")
+
+
+def make_journal(job: Job) -> None:
+    """Make the place of the journal; InputError if it cannot be written."""
+    if isinstance(job.journal, Path):
+        require_writable(job.journal, "journal")
+        return
+    with convert_errors(str(job.journal), "journal"):
+        job.journal.write(PROBE, "")
+        job.journal.delete(PROBE)
 
 
 def has_pending_batches(job: Job) -> bool:

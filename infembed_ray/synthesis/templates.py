@@ -20,7 +20,7 @@ import yaml
 
 from infembed_ray.config.llm import ChatModel
 from infembed_ray.errors import InputError, in_one_line
-from infembed_ray.llm.chat import Malformed, Request
+from infembed_ray.llm.chat import PROBE, Malformed, Request
 from infembed_ray.llm.structured_output import AnswerFormat
 from infembed_ray.storage.steps import resolve_input
 
@@ -68,7 +68,7 @@ def probe(model: ChatModel) -> Request:
         messages=({"role": "user", "content": f"This is a test. Answer in this form:\n\n{shown}"},),
         parameters=_parameters(model, _PROBE),
         prompt="probe=1",
-        step="probe",
+        step=PROBE,
         row="",
     )
 

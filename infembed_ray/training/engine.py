@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from infembed_ray.config.training import TEMPERATURES, TrainSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.attention.flex import available as flex_available
 from infembed_ray.modeling.attention.kernels import Kernels, measure
 from infembed_ray.modeling.attention.packing import compile_layers
 from infembed_ray.modeling.encoder import InstructionEncoder
@@ -175,7 +174,7 @@ class Engine:
             What was measured, for the log; None if there is no choice.
         """
         encoder = self.encoder
-        flex = encoder.causal and encoder.attention_dropout == 0 and not self._settings.compile and flex_available()
+        flex = encoder.causal and encoder.attention_dropout == 0 and not self._settings.compile
         if encoder.device.type != "cuda" or not (flex or encoder.packs):
             return None
         packed = (True, False) if encoder.packs else (False,)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from infembed_ray.config.training import TrainSettings
-from infembed_ray.modeling import adapters
+from infembed_ray.modeling import adapters, pretrained
 from infembed_ray.modeling import checkpoint as models
 from infembed_ray.modeling.checkpoint_writer import Stored
 from infembed_ray.training import deepspeed_compat
@@ -27,9 +27,13 @@ def export(checkpoint: Path, settings: TrainSettings, path: Path) -> None:
         checkpoint: Directory that `Engine.save` wrote.
         settings: Settings of the run.
         path: Directory of the model.
+
+    Raises:
+        InputError: weights are not finite.
     """
     found = deepspeed_compat.master_weights(checkpoint)
     weights = {name.removeprefix(_ENCODER): w for name, w in found.items() if name.startswith(_ENCODER)}
+    pretrained.require_finite(f"output={settings.output}", ((name, w.contiguous()) for name, w in weights.items()))
     encoder = load_encoder(settings.model_copy(update={"lora": None}), "meta")
     sources = sources_of(encoder, models.local(settings.model))
     if sources is None:

@@ -133,14 +133,28 @@ class _Trainer:
     def train(self) -> None:
         """Run the steps that are left."""
         self._engine.train()
+        if self._progress.step > 0:
+            self._check_embeddings()
         done = self._progress.step * self._settings.accumulation
         if done < self._sampler.steps:
             self._choose_kernels(done)
         with closing(ahead(self._preparer().prepare, enumerate(self._sampler.rows(done), done))) as batches:
-            while self._progress.step < self._steps and not self._validation.exhausted(self._progress):
+            while self._stopped is None and not self._is_done:
                 self._train_step(batches)
-                if self._stopped is not None:
-                    break
+        if (
+            self._stopped is None and self._progress.best is None
+        ):  # otherwise the best is exported, whose score is finite
+            self._check_embeddings()
+
+    @property
+    def _is_done(self) -> bool:
+        return self._progress.step >= self._steps or self._validation.exhausted(self._progress)
+
+    def _check_embeddings(self) -> None:
+        """Stop the run if the model gives embeddings that are not finite. Its weights may be finite then, but too large."""
+        texts = self._encoder.tokenize_queries(["a"], [None]), self._encoder.tokenize_passages(["a"])
+        finite = all(bool(torch.isfinite(self._engine.embed(side)).all()) for side in texts)
+        self._monitor.check_embeddings(self._progress.step, finite)
 
     def _find_similar_words(self, device: torch.device) -> dict[str, tuple[str, ...]]:
         """Find similar words for `overlap_synonyms` with the untrained model on worker 0, and give them to all."""

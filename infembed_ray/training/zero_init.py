@@ -7,7 +7,6 @@ whole model first.
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +15,9 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModel
 
 from infembed_ray.config.training import TrainSettings
-from infembed_ray.modeling import adapters, checkpoint
+from infembed_ray.modeling import adapters, checkpoint, pretrained
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import say
 from infembed_ray.training import deepspeed_compat
@@ -90,7 +88,7 @@ def sources_of(encoder: InstructionEncoder, model: str) -> Sources | None:
     sources = Sources([], [])
     for number, backbone in enumerate(encoder.backbones):
         shapes: dict[Source, tuple[int, ...]] = {}
-        for path in _weight_files(model, towers[min(number, len(towers) - 1)]):
+        for path in pretrained.weight_files(model, towers[min(number, len(towers) - 1)]):
             with safe_open(path, "pt") as file:
                 shapes |= {Source(path, name): tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
         own = {source.name.removeprefix(f"{backbone.base_model_prefix}."): source for source in shapes}
@@ -103,27 +101,11 @@ def sources_of(encoder: InstructionEncoder, model: str) -> Sources | None:
     return sources
 
 
-def _weight_files(model: str, tower: str) -> list[Path]:
-    """Return the safetensors files of a backbone, without those that are missing.
-
-    Args:
-        model: directory or hub name.
-        tower: folder of the backbone, from its description.
-    """
-    prefix = f"{tower}/" if tower else ""
-    listed = ["model.safetensors"]
-    if checkpoint.cached(model, prefix + listed[0]) is None:  # transformers prefers it too
-        index = checkpoint.cached(model, f"{prefix}model.safetensors.index.json")
-        listed = sorted(set(json.loads(Path(index).read_bytes())["weight_map"].values())) if index else []
-    found = (checkpoint.cached(model, prefix + file) for file in listed)
-    return [Path(file) for file in found if file]
-
-
 def restore_buffers(encoder: InstructionEncoder, sources: Sources) -> None:
     """Replace buffers on the meta device by those of the model's files, or as built, such as rotary frequencies."""
     for backbone, saved in zip(encoder.backbones, sources.buffers, strict=True):
         with init_empty_weights(include_buffers=False):
-            built = AutoModel.from_config(backbone.config)
+            built = pretrained.build(backbone.config)
         for name, buffer in built.named_buffers():
             module, _, own = name.rpartition(".")
             backbone.get_submodule(module)._buffers[own] = saved.get(name, buffer).to(buffer.dtype)
@@ -136,11 +118,15 @@ def _partition(encoder: InstructionEncoder, sources: Sources, settings: TrainSet
     with ExitStack() as opened:
         paths = {source.path for source in in_order} if world()[0] == 0 else ()
         files = {path: opened.enter_context(safe_open(path, "pt")) for path in paths}
+        faults: list[str] = []
         for parameter, (path, name) in zip(encoder.parameters(), in_order, strict=True):
             if files:
                 value = files[path].get_tensor(name).to(device, dtype)
+                faults += [] if pretrained.is_finite(value) else [name]
             else:
                 value = torch.empty(parameter.shape, dtype=dtype, device=device)
             torch.utils.swap_tensors(parameter, torch.nn.Parameter(value))
             del value
             partition(parameter)
+    if faults := from_first(faults):  # only now, because every parameter is a collective
+        raise pretrained.not_finite(f"model={settings.model}", faults)

@@ -121,7 +121,7 @@ def test_raters_without_answers_fail_and_publish_nothing(tmp_path: Path) -> None
     with (
         stub(rows, {row["item_id"]: row["ann"] for row in rows}, {"broken": 0.0}) as (url, _),
         pytest.raises(
-            InputError, match=r"max_dead_letters=0.05: .* broken 10 of 10 \(100.0%\), so nothing is published"
+            InputError, match=r"max_dead_letters=0.1: .* broken 10 of 10 \(100.0%\), so nothing is published"
         ),
     ):
         run(settings(tmp_path, url, [sheet], ["broken"]))

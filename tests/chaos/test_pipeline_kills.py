@@ -277,7 +277,7 @@ def assert_equal(got: dict[str, dict[str, bytes]], wanted: dict[str, dict[str, b
 def lineage_of(release: str) -> list[str]:
     """Return the stages of a release's lineage in order, and the inputs of the first one."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert main(["lineage", release]) == 0
+        assert main(["runs", "show", release]) == 0
     assert "no longer there" not in printed.getvalue()
     stages = re.findall(r"^  (\w+): \1 [0-9a-f]+  ", printed.getvalue(), re.MULTILINE)
     seeds = re.findall(
@@ -290,7 +290,7 @@ def test_no_secret_is_in_outputs_logs_pages_or_arguments(
     nodes: Nodes, undisturbed: Undisturbed, store: dict[str, str], logs: Path, arguments: Arguments
 ) -> None:
     alias, port = f"s3://{BUCKET}/production.release", free_port()
-    assert main(["promote", f"s3://{BUCKET}/undisturbed/release", alias]) == 0
+    assert main(["runs", "promote", f"s3://{BUCKET}/undisturbed/release", alias]) == 0
     printed = nodes.submit("serve", f"index={alias}", f"port={port}", "wait=false").finish()
     api, key = f"http://127.0.0.1:{port}", SECRETS["INFEMBED_API_KEYS"]
     body = json.dumps({"query": "aspirin", "instruction": "For nurses.", "top_k": 1}).encode()

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def figures(minilm):
     command = [sys.executable, "benchmarks/serving_chaos.py", "--seconds=100", "--rate=8", "--overload-seconds=10"]
-    command += ["--passages=100", "--set", "max_queue=64"]
+    command += ["--passages=100"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=880, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
 from infembed_ray import __version__
-from infembed_ray.cli.main import PLANS, VERBS, main
+from infembed_ray.cli.main import GROUPS, PLANS, VERBS, main, parse, settings_verbs
+from infembed_ray.cli.tools import ACTIONS
 
 MISSING = {
     "synthesize seeds=/nope output=o": "seeds=/nope: no such file",
@@ -63,7 +65,7 @@ def test_the_version_is_printed_without_importing_a_settings_class():
 def test_without_a_verb_it_prints_its_help(capsys):
     assert main([]) == 0
     shown = capsys.readouterr().out
-    assert all(f"    {verb} " in shown for verb in VERBS)
+    assert all(f"  {verb} " in shown for verb in VERBS)
 
 
 @pytest.mark.parametrize(
@@ -82,21 +84,48 @@ def test_an_unknown_verb_gets_a_suggestion(command, said, capsys):
 
 @pytest.mark.parametrize("command", [*VERBS, "index compact", *(f"plan {verb}" for verb in PLANS)])
 def test_help_lists_every_setting_with_its_default_as_yaml(command, capsys):
-    with pytest.raises(SystemExit):
-        main([*command.split(), "--help"])
-    shown = capsys.readouterr().out
-    assert "settings:" in shown
+    shown = help_of(command, capsys)
+    settings = settings_verbs()[command].settings
+    assert all(re.search(rf"^ *{name}:? +", shown, re.MULTILINE) for name in settings.model_fields)
     for python in ("None", "True", "False", "()", "Settings("):
         assert f"default {python}" not in shown
 
 
-def test_help_lists_nested_settings(capsys):
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
+def help_of(command, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main([*command.split(), "--help"])
+    assert exit.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_has_required_and_common_settings_first_and_sections_last(capsys):
+    shown = help_of("train", capsys)
+    parts = [
+        "required settings:",
+        "  output ",
+        "common settings:",
+        "  epochs ",
+        "other settings:",
+        "  pooling ",
+        "\nlora: ",
+    ]
+    assert sorted(parts, key=shown.index) == parts
+    assert re.search(r"^  lora\.rank  .*\(default 16, minimum 1\)$", shown, re.MULTILINE)
+    assert re.search(r"^  label_smoothing  .*minimum 0, below 1\)$", shown, re.MULTILINE)
+
+
+def test_the_overview_has_every_verb_in_a_group_with_a_command_that_parses(capsys):
+    assert main([]) == 0
     shown = capsys.readouterr().out
-    assert "  lora                   " in shown
-    assert "  lora.rank              " in shown
-    assert "(default 16)" in shown
+    assert len({name for names in GROUPS.values() for name in names}) <= 18
+    for command in re.findall(r"^ {14}infembed (.+)$", shown, re.MULTILINE):
+        if "--help" not in command:
+            parse(command.split())
+
+
+@pytest.mark.parametrize("command", [*ACTIONS])
+def test_verbs_of_two_words_have_help(command, capsys):
+    assert ACTIONS[command].help.split()[0] in help_of(command, capsys)
 
 
 def test_mistakes_that_are_found_together_are_lines_of_their_own(capsys):

@@ -1,19 +1,23 @@
 """Outputs found by their manifests, and what they were made from: real outputs of `Step`, here and in an object store."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
+from pathlib import Path
 
 import pytest
 
 from infembed_ray.cli.main import main
 from infembed_ray.config.analysis import AnalyzeSettings
+from infembed_ray.config.pipeline import PipelineSettings
+from infembed_ray.pipeline import stages
 from infembed_ray.progress import track
 from infembed_ray.storage import run_state
+from infembed_ray.storage.leases import lease
 from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.places import address, listing, place_of
 from infembed_ray.storage.steps import Step, fingerprint
 from infembed_ray.synthesis import templates
 
@@ -43,25 +47,36 @@ def lines(capsys, *arguments):
     return capsys.readouterr().out.splitlines()
 
 
-def test_an_output_shows_its_inputs_and_theirs(made, tmp_path, capsys):
-    shown = lines(capsys, "lineage", made["index"])
-    assert [((len(line) - len(line.lstrip())) // 2, line.split()[0]) for line in shown] == [
-        (0, "index"),
+def as_json(capsys, *arguments):
+    return json.loads("\n".join(lines(capsys, *arguments, "--json")))
+
+
+def test_a_run_shows_its_inputs_and_theirs_its_cost_and_the_next_command(made, tmp_path, capsys):
+    shown = lines(capsys, "runs", "show", made["index"])
+    assert shown[0].startswith("finished  index ")
+    assert shown[1] == f"  next: infembed serve index={made['index']}"
+    ancestry = [line for line in shown if re.match(" +[a-z]+: ", line)][1:]
+    assert [((len(line) - len(line.lstrip())) // 2, line.split()[0]) for line in ancestry] == [
         (1, "model:"),
         (2, "records:"),
         (3, "seeds:"),
         (1, "corpus:"),
     ]
-    assert "1.25 USD" in shown[2]
-    assert made["seeds"] in shown[3]
-    assert lines(capsys, "lineage", str(tmp_path / "runs" / "index")) == shown  # by `latest`
+    assert "1.25 USD" in ancestry[1]
+    assert made["seeds"] in ancestry[2]
+    assert lines(capsys, "runs", "show", str(tmp_path / "runs" / "index")) == shown  # by `latest`
+    values = as_json(capsys, "runs", "show", made["records"])
+    assert [values[name] for name in ("state", "stage", "usd", "address")] == [
+        "finished", "synthesize", 1.25, made["records"]
+    ]  # fmt: skip
+    assert values["size"] == sum(file.stat().st_size for file in Path(made["records"]).iterdir())
 
 
 def test_the_bundled_prompts_have_the_same_name_in_every_copy_of_the_package(tmp_path, monkeypatch, capsys):
     """The copy that `ray job submit` uploads is deleted after the job."""
     publish("synthesize", str(tmp_path / "runs"), {"prompts": templates.DIRECTORY})
     monkeypatch.chdir(tmp_path)
-    assert lines(capsys, "lineage", "runs")[1].split() == [
+    assert lines(capsys, "runs", "show", "runs")[-1].split() == [
         "prompts:",
         "infembed_ray/synthesis/prompts",
         fingerprint(templates.DIRECTORY),
@@ -70,7 +85,7 @@ def test_the_bundled_prompts_have_the_same_name_in_every_copy_of_the_package(tmp
 
 def test_an_input_that_is_gone_is_said_to_be(made, tmp_path, capsys):
     (tmp_path / "seeds.jsonl").unlink()
-    assert lines(capsys, "lineage", made["records"])[1].endswith("(no longer there)")
+    assert lines(capsys, "runs", "show", made["records"])[-1].endswith("(no longer there)")
 
 
 def test_all_outputs_are_listed_with_the_latest_and_the_unfinished(made, tmp_path, capsys):
@@ -78,11 +93,14 @@ def test_all_outputs_are_listed_with_the_latest_and_the_unfinished(made, tmp_pat
     partial = tmp_path / "runs" / "model" / ".0123456789ab.partial"
     partial.mkdir()
     (partial / "data").write_text("half")
-    shown = lines(capsys, "runs", str(tmp_path / "runs"))
-    assert [line.split()[0] for line in shown].count("train") == 2
-    assert [line.endswith("  latest") for line in shown if made["model"] in line] == [False]
-    assert [line.endswith("  latest") for line in shown if again in line] == [True]
-    assert shown[-1].startswith(f"unfinished  {partial}: ")
+    runs = as_json(capsys, "runs", str(tmp_path / "runs"))
+    assert {run["address"]: run["latest"] for run in runs if run["stage"] == "train"} == {
+        made["model"]: False,
+        again: True,
+    }
+    assert (runs[-1]["state"], runs[-1]["address"]) == ("interrupted", str(partial))
+    shown = [line for line in lines(capsys, "runs", str(tmp_path / "runs")) if not line.startswith(" ")]
+    assert [line.split()[0] for line in shown] == ["finished"] * 4 + ["interrupted"]
 
 
 def test_outputs_in_an_object_store_are_read_there(bucket, tmp_path, capsys):
@@ -91,66 +109,20 @@ def test_outputs_in_an_object_store_are_read_there(bucket, tmp_path, capsys):
     root = Folder.open(bucket, "output") / "lineage"
     records = publish("synthesize", (root / "records").uri, {"seeds": seeds})
     model = publish("train", (root / "model").uri, {"records": Folder.open(records, "records")})
-    assert [line.split()[0] for line in lines(capsys, "lineage", model)] == ["train", "records:", "seeds:"]
-    shown = lines(capsys, "runs", root.uri)
-    assert {line.split()[0] for line in shown} == {"synthesize", "train"}
-    assert all(line.endswith("  latest") for line in shown)
+    ancestry = as_json(capsys, "runs", "show", model)["ancestry"]
+    assert [(made["depth"], made["name"]) for made in ancestry] == [(1, "records"), (2, "seeds")]
+    runs = as_json(capsys, "runs", root.uri)
+    assert {(run["stage"], run["latest"]) for run in runs} == {("synthesize", True), ("train", True)}
 
 
-def test_the_index_of_an_api_is_found_below_the_root(made, tmp_path, capsys):
-    class Api(BaseHTTPRequestHandler):
-        def do_GET(self):
-            card = {"index_version": made["index"].rpartition("/")[2]}
-            news = {"name": "news", "model": card}
-            body = json.dumps({"data": {"/v1/models": [card], "/v1/collections": [news]}[self.path]}).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *arguments):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Api)
-    Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    try:
-        assert lines(capsys, "lineage", url, "--root", str(tmp_path / "runs")) == lines(
-            capsys, "lineage", made["index"]
-        )
-        named = ["lineage", url, "--root", str(tmp_path / "runs"), "--collection"]
-        assert lines(capsys, *named, "news") == lines(capsys, "lineage", made["index"])
-        assert main([*named, "law"]) == 2
-        assert f"--collection=law: {url} has news; give one of them" in capsys.readouterr().err
-        assert main(["lineage", made["index"], "--collection", "news"]) == 2
-        assert "is no API; give its URL" in capsys.readouterr().err
-        assert main(["lineage", url]) == 2
-        assert "--root is missing" in capsys.readouterr().err
-        assert main(["lineage", url, "--root", made["records"]]) == 2
-        assert "has no index" in capsys.readouterr().err
-    finally:
-        server.shutdown()
-
-
-@pytest.mark.parametrize("verb", ["runs", "lineage", "status"])
+@pytest.mark.parametrize("verb", [["runs"], ["runs", "show"]])
 def test_a_place_without_outputs_is_an_input_error(verb, tmp_path, capsys):
-    assert main([verb, str(tmp_path)]) == 2
+    assert main([*verb, str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------------------ status
-
-
-def test_the_status_of_an_output_says_what_to_run_next(made, tmp_path, capsys):
-    assert lines(capsys, "status", made["index"]) == [
-        f"finished  {lines(capsys, 'lineage', made['index'])[0]}",
-        f"  next: infembed serve index={made['index']}",
-    ]
-    shown = lines(capsys, "status", str(tmp_path / "runs"))
-    assert {line.split()[1] for line in shown if line.startswith("finished")} == {"synthesize", "train", "index"}
-
-
 @pytest.mark.parametrize("where", ["here", "in a store"])
-def test_the_status_of_an_unfinished_run_has_its_progress_and_its_error(where, tmp_path, capsys, request, monkeypatch):
+def test_an_unfinished_run_has_its_progress_its_error_and_its_command(where, tmp_path, capsys, request, monkeypatch):
     monkeypatch.setattr(run_state, "UPDATE_S", 0.0)
     monkeypatch.setattr(sys, "argv", ["/venv/bin/infembed", "train", "seed=1", "model=a b"])
     output = str(tmp_path) if where == "here" else (Folder.open(request.getfixturevalue("bucket"), "o") / "status").uri
@@ -158,20 +130,20 @@ def test_the_status_of_an_unfinished_run_has_its_progress_and_its_error(where, t
     with pytest.raises(ValueError, match="disk"), step.publish():
         with track("train", 10) as advance:
             advance(3, note="loss 1.5")
-        running = lines(capsys, "status", output)
+        running = lines(capsys, "runs", output)
         assert running[0].startswith(f"running  train {step.identity}  began ")
         assert running[1:] == ["  progress: train: 3/10  loss 1.5"]
         raise ValueError("no space on this\ndisk")
-    failed = lines(capsys, "status", output)
-    assert failed[0].startswith(f"failed  train {step.identity}")
-    assert failed[1:] == [
-        "  progress: train: 3/10  loss 1.5",
-        "  error: ValueError: no space on this disk",
-        "  next: infembed train seed=1 'model=a b'  resumes it",
-    ]
+    for failed in (lines(capsys, "runs", output), lines(capsys, "runs", "show", f"{output}/{step.identity}")):
+        assert failed[0].startswith(f"failed  train {step.identity}")
+        assert failed[1:] == [
+            "  progress: train: 3/10  loss 1.5",
+            "  error: ValueError: no space on this disk",
+            "  next: infembed train seed=1 'model=a b'  resumes it",
+        ]
     with step.publish() as staging:
         (staging.path / "data").write_text("done")
-    assert [line.split()[0] for line in lines(capsys, "status", output)] == ["finished", "next:"]
+    assert [line.split()[0] for line in lines(capsys, "runs", output)] == ["finished", "next:"]
 
 
 @pytest.mark.integration
@@ -184,4 +156,102 @@ with Step("train", AnalyzeSettings(records="", output={str(tmp_path)!r}), {str(t
     os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
-    assert lines(capsys, "status", str(tmp_path))[0].startswith("interrupted  train ")
+    assert lines(capsys, "runs", str(tmp_path))[0].startswith("interrupted  train ")
+
+
+# ------------------------------------------------------------------------------------------------------------- clean
+
+
+@pytest.fixture(params=["here", "in a store"])
+def root(request, tmp_path):
+    """A place for outputs: a directory, or a folder of an object store."""
+    if request.param == "here":
+        return tmp_path / "clean"
+    return Folder.open(request.getfixturevalue("bucket"), "output") / f"clean-{tmp_path.name}"
+
+
+def versions(root, stage, number=3):
+    """Publish some versions of a stage's output, oldest first."""
+    made = []
+    for tag in range(number):
+        output = address(root / stage)
+        step = Step(stage, AnalyzeSettings(records="", output=output), output, {}, {"tag": str(tag)})
+        with step.publish() as staging:
+            (staging.path / "data").write_text(str(tag))
+        made.append(step.published())
+    return made
+
+
+def removable(capsys, root, *options):
+    return {entry["address"] for entry in as_json(capsys, "runs", "clean", address(root), *options)}
+
+
+def test_clean_removes_what_nothing_names_and_only_with_yes(root, capsys):
+    models = versions(root, "train")
+    indexes = versions(root, "index")
+    output = address(root)
+    pipeline = PipelineSettings.from_mapping({"output": output, "index": {"model": "m", "corpus": "c"}})
+    for number in (0, 1):  # two releases; an alias names the first
+        stages._publish_release(pipeline, {"train": models[number], "index": indexes[number]}).become_latest()
+        if number == 0:
+            assert main(["runs", "promote", f"{output}/release", f"{output}/live.release"]) == 0
+    extra = versions(root, "synthesize", 2)
+    expected = {extra[0].address}
+    assert removable(capsys, root) == expected
+    before = listing(root)
+    assert removable(capsys, root) == expected
+    assert listing(root) == before
+    assert removable(capsys, root, "--yes") == expected
+    assert {run["address"] for run in as_json(capsys, "runs", output) if run["stage"] != "release"} == {
+        *(model.address for model in models),
+        *(index.address for index in indexes),
+        extra[1].address,
+    }
+    assert removable(capsys, root, "--yes") == set()
+
+
+def test_clean_keeps_the_inputs_of_what_is_kept(root, capsys):
+    records = versions(root, "synthesize", 3)
+    output = address(root / "train")
+    step = Step("train", AnalyzeSettings(records="", output=output), output, {"records": place_of(records[0].address)})
+    with step.publish() as staging:
+        (staging.path / "data").write_text("")
+    assert removable(capsys, root) == {records[1].address}
+
+
+def test_clean_removes_a_stale_partial_output_but_none_of_a_running_one(root, capsys):
+    steps = []
+    for tag in ("killed", "running"):
+        output = address(root / "train")
+        steps.append(Step("train", AnalyzeSettings(records="", output=output), output, {}, {"tag": tag}))
+    with pytest.raises(ValueError, match="killed"), steps[0].publish() as staging:
+        (staging.path / "data").write_text("half")
+        if staging.remote is not None:
+            staging.remote.write("states/data", "half")
+        raise ValueError("killed")
+    with steps[1].publish() as staging:
+        (staging.path / "data").write_text("half")
+        if staging.remote is not None:
+            staging.remote.write("states/data", "half")
+        stale = {address(steps[0].remote or steps[0].partial)}
+        assert removable(capsys, root, "--yes") == stale
+        assert removable(capsys, root) == set()
+        assert not any(steps[0].identity in name for name in listing(root) if not name.endswith(".lock"))
+    assert steps[1].found() is not None
+
+
+def test_clean_keeps_an_old_version_that_a_run_holds(tmp_path, capsys):
+    made = versions(tmp_path, "train", 2)
+    with lease(tmp_path / "train", made[0].path.name, "output", "x"):
+        assert removable(capsys, tmp_path) == set()
+    assert removable(capsys, tmp_path) == {made[0].address}
+
+
+def test_clean_leaves_files_of_others_alone(made, tmp_path, capsys):
+    copy = tmp_path / "runs" / "copy"
+    copy.mkdir()
+    (copy / "manifest.json").write_text((Path(made["model"]) / "manifest.json").read_text())
+    (tmp_path / "runs" / "notes.txt").write_text("mine")
+    assert removable(capsys, tmp_path / "runs", "--yes") == set()
+    assert (copy / "manifest.json").exists()
+    assert (tmp_path / "runs" / "notes.txt").exists()

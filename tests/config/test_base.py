@@ -115,7 +115,7 @@ def test_overrides_give_a_model_as_a_name_or_a_mapping():
     by_name = EvaluateSettings.load(None, ["records=r", "output=o", "models.x=bm25"])
     by_mapping = EvaluateSettings.load(None, ["records=r", "output=o", "models.x.baseline=bm25", "models.x.bm25.b=0.4"])
     assert by_name.models == {"x": "bm25"}
-    assert by_mapping.models["x"].bm25 == {"b": 0.4}
+    assert by_mapping.models["x"].model_dump(exclude_unset=True) == {"baseline": "bm25", "bm25": {"b": 0.4}}
     assert by_mapping.model_dump(mode="json")["models"]["x"]["bm25"]["b"] == 0.4
 
 

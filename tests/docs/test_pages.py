@@ -17,22 +17,12 @@ from tests.docs.pages import DOCS, ROOT, Block, all_pages, anchors, blocks, comm
 
 SHELL = [block for block in blocks() if block.language in ("bash", "console")]
 SOURCES = ("infembed_ray", "tests", "benchmarks", "jobs", "examples")
-TWO_WORDS = ("index compact", "index versions", "index use", "index verify")
-
-
-def options(arguments: list[str]) -> Any:
-    """The parsed arguments of a command, as `cli.main` parses them."""
-    if " ".join(arguments[:2]) in TWO_WORDS:
-        arguments = [" ".join(arguments[:2]), *arguments[2:]]
-    return cli._parser().parse_args(arguments)
 
 
 def settings_of(parsed: Any) -> type[Settings] | None:
     """The settings class of a command."""
     if parsed.verb == "plan":
         return cli.PLANS[parsed.what].settings
-    if parsed.verb == "check":
-        return cli.VERBS[parsed.what].settings
     verb = (cli.VERBS | cli.MAINTENANCE).get(parsed.verb)
     return verb.settings if verb else None
 
@@ -67,7 +57,7 @@ def test_every_command_has_valid_settings(block: Block, monkeypatch: pytest.Monk
     for arguments in commands(block.code):
         if "--help" in arguments or "--version" in arguments:
             continue
-        parsed = options(arguments)
+        parsed = cli.parse(arguments)
         settings = settings_of(parsed)
         if settings is not None:
             settings.load(parsed.config, parsed.overrides)
@@ -78,7 +68,7 @@ def test_every_command_in_a_sentence_has_known_settings(page: str) -> None:
     unknown = []
     for code in inline_code(page):
         if re.match(r"infembed \w+ .*=", code) and "..." not in code:
-            parsed = options(commands(code)[0])
+            parsed = cli.parse(commands(code)[0])
             names = [override.partition("=")[0] for override in getattr(parsed, "overrides", [])]
             unknown += [name for name in names if not is_setting(name)]
     assert not unknown
@@ -194,5 +184,5 @@ def test_the_python_page_names_the_function_of_every_verb() -> None:
 @pytest.mark.parametrize("arguments", [["train", "learning_rat=1"], ["index", "versions"], ["plan", "tran"]])
 def test_a_wrong_command_would_be_found(arguments: list[str]) -> None:
     with pytest.raises((ValueError, SystemExit)):
-        parsed = options(arguments)
+        parsed = cli.parse(arguments)
         settings_of(parsed).load(None, parsed.overrides)  # type: ignore[union-attr]

@@ -1,8 +1,14 @@
 """Tasks of mteb over local files, which keep their rankings and values. mteb is imported in functions: it takes seconds."""
 
-from infembed_ray.evaluation import mteb_adapter
-from infembed_ray.evaluation.tasks import registry
+from infembed_ray.evaluation.tasks import catalogue
 from tests.evaluation import published
+
+NAMES = {
+    **{f"followir/{name}": f"{name.title()}InstructionRetrieval" for name in published.FOLLOWIR},
+    **{f"bright/{name}": f"Bright{name.title()}Retrieval" for name in ("biology", "leetcode")},
+    "instructir": "InstructIR",
+}
+"""Task -> its name in mteb, which has no MAIR."""
 
 
 def mteb_task(original, directory, **changes):
@@ -65,8 +71,8 @@ def mair(mirror):
 
 def in_mteb(name, mirror):
     """Make mteb's task over the files of one of our tasks."""
-    original = mair(mirror) if name == "mair/dd-15" else mteb_class(mteb_adapter.TASKS[name].name)
-    return mteb_task(original, mirror / registry.TASKS[name].sources[0].repository)()
+    original = mair(mirror) if name == "mair/dd-15" else mteb_class(NAMES[name])
+    return mteb_task(original, mirror / catalogue.TASKS[name].sources[0].repository)()
 
 
 def theirs(task, encoder):

@@ -8,25 +8,24 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
+import pytrec_eval
 import ray
 import torch
 
 from infembed_ray.cli.main import main
-from infembed_ray.config.evaluation import EvaluateSettings, GateSettings, RunSettings
+from infembed_ray.config.evaluation import EvaluateSettings, GateSettings, RetrieverSettings
 from infembed_ray.errors import GateError
-from infembed_ray.evaluation import results
+from infembed_ray.evaluation import results, tables
 from infembed_ray.evaluation.chunks import TEXTS, Passages, Queries
-from infembed_ray.evaluation.costs import LATENCY, SPEED
 from infembed_ray.evaluation.distributed import ComputeChunk, run
 from infembed_ray.evaluation.embeddings import Store
-from infembed_ray.evaluation.inputs import Model
+from infembed_ray.evaluation.inputs import EvaluatedModel
 from infembed_ray.evaluation.obedience import CONDITIONS, CONSTANT
-from infembed_ray.evaluation.rankings import RANKINGS_FILE
 from infembed_ray.evaluation.retrievers import baselines, runs
 from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks import catalogue
@@ -68,7 +67,6 @@ def query_first(minilm, tmp_path_factory):
     """MiniLM as a checkpoint with another template than the settings'."""
     path = tmp_path_factory.mktemp("checkpoint")
     InstructionEncoder.from_pretrained(minilm, template="query_first").save_pretrained(path)
-    (path / "README.md").write_text("---\ntags: [infembed_ray]\n---\n\n# Ours\n", encoding="utf-8")
     return str(path)
 
 
@@ -203,18 +201,41 @@ def test_published_counts_tasks_and_models(published, settings):
     totals = {name: sum(about[name] for about in counted) for name in ("queries", "passages")}
     assert published.manifest["counts"] == {"tasks": 3, **totals}
     assert published.manifest["figures"] == found.figures
-    assert {label: set(cost) for label, cost in found.costs.items()} == {
-        "query first": {SPEED, LATENCY}, "bm25": {LATENCY}, "chance": {SPEED, LATENCY}
-    }  # fmt: skip
-    assert all(0 < value < 1e6 for cost in found.costs.values() for value in cost.values())
     assert found.models["query first"]["model"] == settings.models["query first"]
     assert "| query first |" in (published.path / "table.md").read_text()
-    (card,) = (published.path / "model_cards").iterdir()
-    assert card.name == "query_first.md"
-    assert "### Obedience, records" in card.read_text(encoding="utf-8")
-    rows = pq.read_table(published.path / RANKINGS_FILE).to_pylist()
-    assert {(row["model"], row["task"]) for row in rows} == {(m, t) for m in found.models for t in found.tasks}
     assert "query first" in Page((published.path / "report.html").read_text()).text
+
+
+def test_two_runs_are_compared_by_judgements_alone_without_ray(tmp_path, monkeypatch):
+    """Values and significance by pytrec_eval and by all exchanges of the five differences."""
+    monkeypatch.setattr("infembed_ray.evaluation.distributed.connect", lambda: pytest.fail("no cluster is needed"))
+    rng = np.random.default_rng(1)
+    qrels = {f"q{q}": {f"d{d}": int(rng.integers(0, 3)) for d in range(8)} | {"d0": 1} for q in range(5)}
+    rankings = {
+        name: {q: {f"d{d}": float(rng.random()) for d in range(12)} for q in qrels} for name in ("theirs", "mine")
+    }
+    lines = [f"{q} 0 {d} {grade}\n" for q, judged in qrels.items() for d, grade in judged.items()]
+    (tmp_path / "qrels.txt").write_text("".join(lines))
+    for name, ranking in rankings.items():
+        lines = [f"{q} Q0 {d} 0 {score!r} x\n" for q, docs in ranking.items() for d, score in docs.items()]
+        (tmp_path / f"{name}.run").write_text("".join(lines))
+    models = {name: {"kind": "run", "runs": [str(tmp_path / f"{name}.run")]} for name in rankings}
+    settings = {"tasks": [f"{tmp_path}/qrels.txt"], "measures": ["nDCG@10"], "models": models}
+
+    done = run(EvaluateSettings(**settings, output=str(tmp_path / "out")))
+
+    task = f"{tmp_path}/qrels.txt"
+    found = results.read(done.path)
+    evaluator = pytrec_eval.RelevanceEvaluator(qrels, {"ndcg_cut.10"})
+    for name, ranking in rankings.items():
+        expected = {q: values["ndcg_cut_10"] for q, values in evaluator.evaluate(ranking).items()}
+        assert found.scores[name][task]["nDCG@10"] == pytest.approx(expected, abs=1e-9)
+    changes = [found.scores["mine"][task]["nDCG@10"][q] - found.scores["theirs"][task]["nDCG@10"][q] for q in qrels]
+    sums = [abs(sum(s * c for s, c in zip(signs, changes, strict=True))) for signs in product((1, -1), repeat=5)]
+    p_value = sum(total >= abs(sum(changes)) - 1e-12 for total in sums) / 32
+    column = tables.columns(found)[task][0]
+    assert tables.cells(found, column)["mine"].compared.p == pytest.approx(p_value)
+    assert "Where the models differ most" in Page((done.path / "report.html").read_text()).text
 
 
 def stored(directory):
@@ -311,7 +332,7 @@ def test_published_runs_give_the_same_figures_without_the_model_and_are_fused(pu
         settings.model_copy(
             update={
                 "models": {
-                    label: RunSettings(kind="run", runs=tuple(map(str, paths))) for label, paths in given.items()
+                    label: RetrieverSettings(kind="run", runs=tuple(map(str, paths))) for label, paths in given.items()
                 },
                 "first_stage": None,
                 "output": str(tmp_path / "again"),
@@ -345,7 +366,7 @@ def test_a_second_run_does_nothing_and_another_baseline_is_another_output(publis
 
 @pytest.mark.ray
 def test_a_node_that_does_not_see_the_embeddings_directory_says_so(ray_cluster, minilm, tmp_path):
-    model = Model("base", baselines.resolve("base", minilm), {}, {})
+    model = EvaluatedModel("base", baselines.resolve("base", minilm), {}, {})
     chunks = ray.put([Passages(tmp_path / "corpora" / "elsewhere.arrow", 0, 32)])
     row = ComputeChunk(model, "identity", tmp_path, chunks, "cpu", 1024)({"id": 0})
     assert re.match(
@@ -359,7 +380,7 @@ def test_embeddings_that_are_not_finite_are_rejected_and_not_stored(ray_cluster,
     with torch.no_grad():
         next(encoder.backbone.parameters()).fill_(float("nan"))
     encoder.save_pretrained(tmp_path / "diverged")
-    model = Model("diverged", baselines.resolve("diverged", str(tmp_path / "diverged")), {}, {})
+    model = EvaluatedModel("diverged", baselines.resolve("diverged", str(tmp_path / "diverged")), {}, {})
     chunks = ray.put(Queries.divide([Query("1", "what is bread")]))
     row = ComputeChunk(model, "identity", tmp_path / "store", chunks, "cpu", 1024)({"id": 0})
     assert re.match(r"models\.diverged=.*: its embedding of query 'what is bread' is not finite", row["fault"])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import json
-import sys
 from statistics import fmean
 
 import numpy as np
@@ -13,20 +10,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from infembed_ray.cli import main as cli
-from infembed_ray.config.evaluation import EvaluateSettings, retriever_settings
+from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import distributed, mteb_adapter, results
 from infembed_ray.evaluation.metrics import trec_measures
-from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.search import exact_search
-from infembed_ray.evaluation.tasks import catalogue, registry
-from infembed_ray.evaluation.tasks.task import Figure, Query
+from infembed_ray.evaluation.tasks import catalogue
+from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.encoder import InstructionEncoder
 from tests.evaluation import published
-from tests.evaluation.in_mteb import in_mteb, mteb_class, mteb_task, theirs
+from tests.evaluation.in_mteb import NAMES, in_mteb, mteb_class, mteb_task, theirs
 from tests.evaluation.retrievers import models
 
 pytestmark = pytest.mark.integration
@@ -205,7 +200,7 @@ def test_rerankers_of_ours_have_the_same_scores_and_figures_in_mteb(kind, mirror
     values = {"kind": kind, "model": path, "plain_query": "{query}", "instructed_query": "{query} {instruction}"}
     if kind == "seq2seq":
         values |= {"pair": "Query: {query} Document: {passage} Relevant:", "answers": ("▁true", "▁false")}
-    settings = retriever_settings(values, "models.x")
+    settings = RetrieverSettings(**values)
     monkeypatch.setattr(baselines, "resolve", lambda *_: settings)
     adapted = mteb_adapter.load(path)
     assert isinstance(adapted, mteb.CrossEncoderProtocol)
@@ -242,9 +237,6 @@ def test_infembed_evaluate_agrees_with_mteb_on_the_same_checkpoint(mirror, check
         expected = score(catalogue.load(name, str(mirror)), other.run)
         for figure, values in found.scores["ours"][name].items():
             assert values == pytest.approx(expected[figure], abs=1e-6), (name, figure)
-    mteb_adapter.write(tmp_path, found)
-    (of_model,) = mteb.ResultCache(tmp_path).load_results(validate_and_filter=True).model_results
-    assert len(of_model.task_results) == 3
 
 
 # ------------------------------------------------------------------------------------------- what the model is given
@@ -308,23 +300,6 @@ def test_similarity_is_the_inner_product(encoder):
     assert encoder.similarity_pairwise(a, b).numpy() == pytest.approx(np.diag(a @ b.T), abs=1e-6)
 
 
-# -------------------------------------------------------------------------------------------- commands and files
-
-
-def test_mteb_run_from_the_shell_takes_a_checkpoint_of_ours(mirror, checkpoint, encoder, tmp_path, monkeypatch):
-    name = "Core17InstructionRetrieval"
-    local = mteb_task(mteb_class(name), mirror / published.FOLLOWIR["core17"])
-    monkeypatch.setitem(importlib.import_module("mteb.get_tasks")._TASKS_REGISTRY, name, local)
-    arguments = ["-m", checkpoint, "-t", name, "--output-folder", str(tmp_path), "--no-co2-tracker", "-v", "0"]
-    assert cli.main(["mteb", "run", *arguments]) == 0
-    (of_model,) = mteb.ResultCache(tmp_path).load_results().model_results
-    assert of_model.model_name == "infembed/trained"
-    assert of_model.model_revision == encoder.encoder.identity
-    (result,) = of_model.task_results
-    _, found = ours(catalogue.load("followir/core17", str(mirror)), encoder)
-    assert result.get_score() == pytest.approx(means(found)["p-MRR"], abs=1e-6)
-
-
 def test_mtebs_description_of_a_checkpoint_is_correct(loaded, checkpoint):
     meta = loaded.mteb_model_meta
     model = loaded.encoder.encoder
@@ -332,96 +307,24 @@ def test_mtebs_description_of_a_checkpoint_is_correct(loaded, checkpoint):
     assert (meta.embed_dim, meta.max_tokens) == (384, 256)
     assert meta.n_parameters == sum(p.numel() for p in model.parameters())
     assert meta.memory_usage_mb == pytest.approx(meta.n_parameters * 4 / 2**20)
-    registered = mteb.get_model(mteb_adapter.register(checkpoint)).mteb_model_meta
-    assert registered.revision == meta.revision
-    assert registered.to_dict()["loader"] == "infembed_ray"
 
 
-def test_mteb_reads_our_figures_as_its_own_results(mirror, encoder, tmp_path):
-    tasks = {name: catalogue.load(name, str(mirror)) for name in ONE_OF_EACH}
-    scores = {name: ours(task, encoder)[1] for name, task in tasks.items()}
-    found = Results(
-        tasks={name: TaskSummary.from_task(task, name) for name, task in tasks.items()},
-        models={"ours": {"identity": "abc"}},
-        scores={"ours": scores},
-        depth=1000,
-    )
-    mteb_adapter.write(tmp_path, found)
-    (of_model,) = mteb.ResultCache(tmp_path).load_results(validate_and_filter=True).model_results
-    assert (of_model.model_name, of_model.model_revision) == ("infembed/ours", "abc")
-    read = {result.task_name: result for result in of_model.task_results}
-    assert read.keys() == {"Core17InstructionRetrieval", "BrightLeetcodeRetrieval", "InstructIR"}
-    assert read["Core17InstructionRetrieval"].get_score() == means(scores["followir/core17"])["p-MRR"]
-    (core17,) = read["Core17InstructionRetrieval"].scores["test"]
-    assert core17["og"] == {"map_at_1000": means(scores["followir/core17"])["MAP@1000"]}
-    assert read["BrightLeetcodeRetrieval"].get_score() == means(scores["bright/leetcode"])["nDCG@10"]
-    assert read["InstructIR"].get_score() == means(scores["instructir"])["Robustness@10"]
-    file = next(tmp_path.rglob("model_meta.json"))
-    mteb.models.ModelMeta.model_validate_json_resolved(file.read_text())
-
-
-def test_figures_without_values_are_left_out_of_mtebs_results(tmp_path):
-    figures = {name: (Figure("p-MRR", "p-MRR"), Figure("MAP@1000", "MAP@1000", "og")) for name in FOLLOWIR}
-    values = {name: {"p-MRR": {"1-og": 0.5}, "MAP@1000": {"1-og": 0.25}} for name in FOLLOWIR}
-    values["followir/news21"]["MAP@1000"] = values["followir/core17"]["p-MRR"] = {}
-    asked = {name: TaskSummary(figures=of_task, groups={}) for name, of_task in figures.items()}
-    mteb_adapter.write(tmp_path, Results(asked, {"ours": {}}, {"ours": values}, 1000))
-    (of_model,) = mteb.ResultCache(tmp_path).load_results(validate_and_filter=True).model_results
-    read = {result.task_name: result for result in of_model.task_results}
-    assert read.keys() == {"Robust04InstructionRetrieval", "News21InstructionRetrieval"}
-    assert read["News21InstructionRetrieval"].get_score() == 0.5
-    assert "og" not in read["News21InstructionRetrieval"].scores["test"][0]
-
-
-def test_the_version_in_result_files_is_the_one_that_these_tests_compare_with():
-    assert mteb.__version__ == mteb_adapter.VERSION
-
-
-def test_names_of_our_tasks_in_mteb_are_mtebs():
-    for name, there in mteb_adapter.TASKS.items():
-        metadata = mteb.get_task(there.name).metadata
-        assert there.split in metadata.eval_splits, name
-        assert there.main_score == metadata.main_score, name
-        (source,) = registry.TASKS[name].sources
-        assert {"path": source.repository, "revision": source.revision} == metadata.dataset, name
-
-
-# ------------------------------------------------------------------------------------------------------ bad input
+def test_our_tasks_read_the_repositories_and_commits_of_mtebs():
+    for name, there in NAMES.items():
+        (source,) = catalogue.TASKS[name].sources
+        assert {"path": source.repository, "revision": source.revision} == mteb.get_task(there).metadata.dataset, name
 
 
 @pytest.mark.parametrize(
-    ("arguments", "fault"),
-    [
-        (["-m", "bm25"], "model=bm25: neither an encoder nor a reranker"),
-        (["-m", "./absent"], "no such model directory"),
-        ([], "-m is missing"),
-        (["-m", "./absent", "--model-revision", "abc"], "--model-revision abc: give -m the directory of that revision"),
-        (["-m", "./absent", "-t", "Core17InstructionRetrival"], "Did you mean: 'Core17InstructionRetrieval'"),
-    ],
+    ("model", "fault"),
+    [("bm25", "model=bm25: neither an encoder nor a reranker"), ("./absent", "no such model directory")],
 )
-def test_bad_arguments_are_rejected_in_one_line(arguments, fault, capsys):
-    assert cli.main(["mteb", "run", "-t", "Core17InstructionRetrieval", *arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert fault in line
+def test_what_is_no_model_of_mteb_is_rejected(model, fault):
+    with pytest.raises(InputError, match=fault):
+        mteb_adapter.load(model)
 
 
-def test_without_arguments_mteb_prints_its_help(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["mteb"])
-    assert ended.value.code == 0
-    assert "available-tasks" in capsys.readouterr().out
-
-
-def test_without_mteb_the_module_still_writes_results(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "mteb", None)
-    spec = importlib.util.spec_from_file_location("without_mteb", mteb_adapter.__file__)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "without_mteb", module)
-    spec.loader.exec_module(module)
-    for call in (lambda: module.load("x"), lambda: module.run(["available-tasks"])):
-        with pytest.raises(InputError, match=r"infembed-ray\[mteb\]"):
-            call()
-    asked = TaskSummary(figures=(Figure("Robustness@10", "Robustness@10"),), groups={})
-    values = {"instructir": {"Robustness@10": {"1": 0.5}}}
-    module.write(tmp_path, Results({"instructir": asked}, {"ours": {}}, {"ours": values}, 1000))
-    assert json.loads(next(tmp_path.rglob("InstructIR.json")).read_text())["task_name"] == "InstructIR"
+def test_without_mteb_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"infembed-ray\[mteb\]"):
+        mteb_adapter.load("x")

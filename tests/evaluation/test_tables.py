@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 
 from infembed_ray.evaluation import tables
-from infembed_ray.evaluation.paper.report import of_evaluation
+from infembed_ray.evaluation.paper.results_report import of_evaluation
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.significance import Stratum, compare, holm
 from infembed_ray.evaluation.tables import cells, columns
 from infembed_ray.evaluation.tasks import infir
-from infembed_ray.evaluation.tasks.registry import BENCHMARKS
+from infembed_ray.evaluation.tasks.catalogue import BENCHMARKS
 from infembed_ray.evaluation.tasks.task import Figure
 
 FIGURES = (Figure("p-MRR", "p-MRR"), Figure("nDCG@10 (I-,Q+)", "nDCG@10"))

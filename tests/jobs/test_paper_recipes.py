@@ -9,7 +9,7 @@ from infembed_ray.config.planning import PlanTrainSettings
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.evaluation.paper.published import COLUMNS, TABLES
-from infembed_ray.evaluation.tasks import registry
+from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.planning.backbones import architectures, load
 from infembed_ray.planning.memory import GIB
 from infembed_ray.planning.train import plan
@@ -62,4 +62,4 @@ def test_a_sweep_has_the_rows_and_backbones_of_its_table(path):
     assert settings.train.workers * settings.train.gpus_per_worker == 8
     columns = TABLES[path.stem.removeprefix("table")].columns
     needed = {task for column in columns for task, _ in COLUMNS[column]}
-    assert needed <= set(registry.expand(settings.evaluate.tasks))
+    assert needed <= set(catalogue.expand(settings.evaluate.tasks))

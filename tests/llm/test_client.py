@@ -1,4 +1,5 @@
 import asyncio
+import re
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,6 +20,7 @@ from infembed_ray.llm.lease import RateLimiter
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.rate_limits import Grant, LeaseReport, Ledger
 from tests.support.chat import passage_request, request, unreadable
+from tests.support.stand_in_answers import BREAKS
 from tests.support.stand_in_llm import REQUEST_FAULTS, StandIn, stand_in
 
 pytestmark = pytest.mark.integration
@@ -138,7 +140,7 @@ def test_a_bad_request_fails_the_row_at_once(tmp_path: Path) -> None:
     with stand_in(bad_request=1.0) as server:
         with pytest.raises(RowFailure, match="HTTP 400: This request is not acceptable"):
             using(endpoint(server), tmp_path, lambda chat: chat.complete(QUERIES[0]))
-        assert len(server.log()) == 1
+        assert [entry["ended"] for entry in server.log()] == ["bad_request", "probed"]
 
 
 @pytest.mark.parametrize("fault", [name for name in REQUEST_FAULTS if name not in ("bad_request", "malformed")])
@@ -156,7 +158,7 @@ def test_a_useless_answer_is_paid_once_and_fails_its_row_every_time(tmp_path: Pa
     [
         ({"key": "another"}, r"endpoint.api_key_env=STAND_IN_KEY: .* refuses its key \(HTTP 401: Incorrect API key"),
         ({"models": "large,huge"}, r"model small: not at endpoint.base_url=.*HTTP 404"),
-        ({"quota": 10}, r"quota is used up \(HTTP 429"),
+        ({"breaks_after": 10}, r"quota is used up \(HTTP 429"),
     ],
     ids=["key", "model", "quota"],
 )
@@ -217,7 +219,7 @@ def test_a_429_uses_up_no_retry(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_retry_after_beyond_the_patience_fails_the_row_at_once(tmp_path: Path, status: int) -> None:
+def test_a_retry_after_beyond_the_patience_ends_the_run_at_once(tmp_path: Path, status: int) -> None:
     async def ask() -> None:
         async def later(_: web.Request) -> web.Response:
             return web.json_response({"error": {"message": "Later."}}, status=status, headers={"Retry-After": "7200"})
@@ -228,8 +230,8 @@ def test_a_retry_after_beyond_the_patience_fails_the_row_at_once(tmp_path: Path,
             where = endpoint(f"http://127.0.0.1:{server.port}/v1", patience_s=60)
             await within(where, tmp_path, lambda chat: chat.complete(QUERIES[0]))
 
-    said = rf"HTTP {status}: Later\.; asks to wait 7200 s, and endpoint.patience_s leaves \d+; tried 1 times"
-    with pytest.raises(RowFailure, match=said):
+    said = rf"endpoint.base_url=.*: asks to wait 7200 s \(HTTP {status}: Later\.\); raise endpoint.patience_s"
+    with pytest.raises(RunFailure, match=said):
         asyncio.run(ask())
 
 
@@ -273,7 +275,102 @@ def test_a_response_beyond_pythons_parser_is_paid_once(tmp_path: Path, extra: st
     assert len(asked) == 1
 
 
+SAID = {
+    "quota": r"the quota is used up \(HTTP 429",
+    "quota_type": r"the quota is used up \(HTTP 429",
+    "payment": r"the quota is used up \(HTTP 402",
+    "key_limit": r"refuses its key \(HTTP 403: Key limit exceeded \(monthly\)\); .* raise the key's limit",
+    "credit": r"refuses every request to small, also a short question \(HTTP 400: Your credit",
+    "model": r"model small: not at endpoint.base_url=.*HTTP 404",
+    "server": r"no answer to small in \d+ s \(HTTP 500.*\); mend it, or raise endpoint.patience_s",
+    "limited": r"no answer to small in \d+ s \(HTTP 429.*\); mend it, or raise endpoint.patience_s",
+    "limited_long": r"asks to wait 36000 s \(HTTP 429: Try again tomorrow.\); raise endpoint.patience_s",
+    "hang": r"no answer to small in \d+ s \(no answer within 0.5 s\); mend it, or raise endpoint.patience_s",
+}
+
+
+@pytest.mark.parametrize("breaks", BREAKS)
+@pytest.mark.parametrize("left", [40, 1], ids=["in mid-run", "at the last request"])
+def test_an_endpoint_that_breaks_stops_the_run_and_no_request_fails(tmp_path: Path, breaks: str, left: int) -> None:
+    async def until_it_fails(chat: ChatClient) -> None:
+        ended = await asyncio.gather(*map(chat.complete, QUERIES[:-left]), return_exceptions=True)
+        ended += await asyncio.gather(*map(chat.complete, QUERIES[-left:]), return_exceptions=True)
+        failed = [each for each in ended if not isinstance(each, Completion)]
+        assert failed
+        for each in failed:
+            assert isinstance(each, RunFailure)
+            assert re.search(SAID[breaks], str(each))
+            assert "\n" not in str(each)
+
+    with stand_in(breaks_after=60 - left, breaks=breaks) as server:
+        where = endpoint(server, timeout_s=0.5, patience_s=1.5)
+        using(where, tmp_path, until_it_fails, in_flight=8)
+        answered = len(server.log("answered"))
+    with stand_in() as back:
+        got = using(endpoint(back), tmp_path, lambda chat: ask_all(chat, QUERIES))
+        assert len(back.log("answered")) == 60 - answered
+    assert sum(each.replayed for each in got) == answered
+
+
+def test_a_server_that_stops_ends_the_run_after_the_patience_and_a_shorter_outage_is_survived(tmp_path: Path) -> None:
+    async def stop_and_start(chat: ChatClient, server: TestServer, pause_s: float) -> list[Any]:
+        await ask_all(chat, QUERIES[:5])
+        port = server.port
+        await server.close()
+        asking = asyncio.gather(*map(chat.complete, QUERIES[5:20]), return_exceptions=True)
+        await asyncio.sleep(pause_s)
+        async with TestServer(application(), port=port):
+            return await asking
+
+    def application() -> web.Application:
+        async def answer(_: web.Request) -> web.Response:
+            return web.json_response({"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]})
+
+        made = web.Application()
+        made.router.add_post("/v1/chat/completions", answer)
+        return made
+
+    async def run(patience_s: float, pause_s: float) -> list[Any]:
+        server = TestServer(application())
+        await server.start_server()
+        where = endpoint(f"http://127.0.0.1:{server.port}/v1", patience_s=patience_s, max_retries=1)
+        journal = tmp_path / str(patience_s)
+        return await within(where, journal, lambda chat: stop_and_start(chat, server, pause_s))
+
+    survived = asyncio.run(run(30, 3))
+    assert all(isinstance(each, Completion) for each in survived), survived
+    for each in asyncio.run(run(1, 4)):
+        assert isinstance(each, RunFailure)
+        assert re.search(r"no answer to small in \d+ s \(connection failed: .*\); mend it, or", str(each))
+
+
+def test_a_request_that_alone_gets_no_answer_fails_by_itself(tmp_path: Path) -> None:
+    async def answer(asked: web.Request) -> web.Response:
+        if "query 0" in await asked.text():
+            return web.json_response({"error": {"message": "no"}}, status=500)
+        return web.json_response({"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]})
+
+    async def ask() -> None:
+        application = web.Application()
+        application.router.add_post("/v1/chat/completions", answer)
+        async with TestServer(application) as server:
+            where = endpoint(f"http://127.0.0.1:{server.port}/v1", patience_s=60, max_retries=2)
+            await within(where, tmp_path, lambda chat: chat.complete(QUERIES[0]))
+
+    with pytest.raises(RowFailure, match="HTTP 500: no; tried 3 times"):
+        asyncio.run(ask())
+
+
 # --------------------------------------------------------------------------------------------- several endpoints
+
+
+@pytest.mark.parametrize("breaks", BREAKS)
+def test_another_endpoint_stands_in_for_one_that_breaks(tmp_path: Path, breaks: str) -> None:
+    with stand_in(breaks_after=10, breaks=breaks) as broken, stand_in(latency_s=0.02) as sound:
+        where = [endpoint(broken, timeout_s=0.5, patience_s=20), endpoint(sound)]
+        got = using(where, tmp_path, lambda chat: ask_all(chat, QUERIES), in_flight=8)
+        assert len(broken.log("answered")) >= 10
+    assert len(got) == 60
 
 
 def test_endpoints_share_the_requests_by_weight(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from infembed_ray.cli.check import check
 from infembed_ray.config.mining import MineSettings
 from infembed_ray.errors import InputError
 from infembed_ray.mining import distributed
@@ -64,7 +63,7 @@ def test_any_number_of_actors_and_an_interruption_give_the_same(ray_cluster, set
 
 
 def test_the_check_says_what_would_be_mined(settings, tmp_path):
-    lines = list(check("mine", settings.model_copy(update={"output": str(tmp_path / "new")}), False))
+    lines = list(distributed.describe(settings.model_copy(update={"output": str(tmp_path / "new")})))
     assert f"tuples: 40 of {settings.records}" in lines
     assert any(line.startswith("index ") and "40 passages, model " in line for line in lines)
     assert "negatives: 3 of 4 passages per tuple, judged by the index's encoder" in lines

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder as Reference
 
-from infembed_ray.config.evaluation import ClassifierSettings
+from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.modeling.pair_scorer import CrossEncoder
 from infembed_ray.modeling.rerankers import Classifier
 from tests.evaluation.retrievers import models
@@ -20,7 +20,7 @@ PASSAGES = ["aspirin is a drug", "bread is baked from flour and water " * 4, "",
 def test_a_cross_encoder_scores_passages_under_an_instruction_as_sentence_transformers_does(tmp_path: Path) -> None:
     path = models.bert(tmp_path, labels=1)
     formats = {"instructed_query": "{instruction} {query}", "plain_query": "{query}"}
-    settings = ClassifierSettings(kind="classifier", model=path, pair_length=64, **formats)
+    settings = RetrieverSettings(kind="classifier", model=path, pair_length=64, **formats)
     scorer = CrossEncoder(Classifier(settings, "cpu", 4096, ""))
     reference = Reference(path, device="cpu", max_length=64)
     for instruction, asked in (("for nurses", "for nurses how is aspirin dosed"), (None, "how is aspirin dosed")):

@@ -14,7 +14,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from infembed_ray.config.evaluation import RandomSettings
+from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks.task import Query
@@ -215,7 +215,7 @@ def test_a_model_without_a_rerankers_head_is_rejected(berts, t5):
 def test_a_score_that_is_not_finite_names_the_pair(berts, tmp_path):
     broken = models.bert(tmp_path, 1)
     weights = load_file(tmp_path / "model.safetensors")
-    weights["classifier.bias"][:] = math.nan
+    weights["classifier.weight"][:] = 3e38  # finite, but no product with it
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match=r"score of 'how is aspirin dosed' with 'aspirin is a drug' is not finite"):
         classifier(broken).score(PAIRS)
@@ -229,7 +229,9 @@ def test_damaged_weights_are_named(tmp_path):
 
 
 def test_random_scores_depend_only_on_texts_and_seed():
-    first, again, other = (rerankers.RandomReranker(RandomSettings(kind="random", seed=seed), "") for seed in (0, 0, 1))
+    first, again, other = (
+        rerankers.RandomReranker(RetrieverSettings(kind="random", seed=seed), "") for seed in (0, 0, 1)
+    )
     many = [(Query(str(i), f"query {i}"), f"passage {i}") for i in range(2000)]
     scores = first.score(many)
     np.testing.assert_array_equal(scores[::-1], again.score(many[::-1]))

@@ -9,6 +9,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from infembed_ray.cli.main import main
 from infembed_ray.config.pipeline import PipelineSettings
 from infembed_ray.config.serving import ServeSettings
+from infembed_ray.config.verbs import Verb
 from infembed_ray.errors import ClusterError, GateError, InputError, StartError
 from infembed_ray.pipeline import stages
 from infembed_ray.serving import distributed
@@ -151,11 +152,11 @@ def test_the_command_checks_named_files_before_the_first_stage(tmp_path, capsys)
 def test_check_reports_the_stages_that_can_be_checked_and_those_that_wait(tmp_path, capsys):
     records = publish(tmp_path / "records")
     given = [f"output={tmp_path / 'out'}", f"analyze.records={records}", "train.model=/m", f"train.records={records}"]
-    assert main(["check", "pipeline", *given, f"index.corpus={records}"]) == 2
+    assert main(["pipeline", *given, f"index.corpus={records}", "--dry-run"]) == 2
     said = capsys.readouterr()
     assert "pipeline: index: waits for train; its other settings are valid" in said.out
     assert "pipeline: analyze: " in said.out
-    assert "infembed check: train.model=/m: " in said.err
+    assert "infembed pipeline: train.model=/m: " in said.err
 
 
 LATE_FAULTS = {
@@ -187,9 +188,10 @@ def test_faults_of_later_stages_are_found_before_the_first_one(tmp_path, monkeyp
     assert not (tmp_path / "out").exists()
 
 
-def test_a_stage_waits_for_an_unfinished_one(tmp_path):
+def test_a_stage_waits_for_an_unfinished_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(Verb, "describe", lambda *_: iter(()))
     settings = PipelineSettings.from_mapping(ALL | {"output": str(tmp_path)})
     (tmp_path / "train" / ".0123.partial").mkdir(parents=True)
     (tmp_path / "train" / ".0123.partial" / "data").write_text("half")
-    lines = list(stages.check_stages(settings, lambda *_: iter(())))
+    lines = list(stages.describe(settings))
     assert "index: waits for train; its other settings are valid" in lines

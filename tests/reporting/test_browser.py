@@ -17,7 +17,7 @@ from infembed_ray.analysis.summary import summarise
 from infembed_ray.analysis.texts import TextSet, compare, from_records
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.evaluation.paper.collection import collect
-from infembed_ray.evaluation.paper.report import Report
+from infembed_ray.evaluation.paper.results_report import Report
 from infembed_ray.storage.steps import resolve
 from infembed_ray.training.observability import report as training_report
 from infembed_ray.training.observability.events import Event

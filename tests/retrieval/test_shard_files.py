@@ -184,7 +184,9 @@ def test_a_full_disk_and_a_store_that_fails_are_told_apart(
 ) -> None:
     folder = upload(root, facts, bucket, "faults")
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=rf"^shard_cache={tmp_path / 'file'}: .* which has {facts.bytes} bytes; free"):
+    with pytest.raises(
+        InputError, match=rf"^INFEMBED_SCRATCH={tmp_path / 'file'}: .* which has {facts.bytes} bytes; free"
+    ):
         local_directory(folder, facts, tmp_path / "file")
 
     class Broken:

@@ -9,30 +9,28 @@ import pytest
 from ray import serve
 from ray.serve.context import _get_global_client
 
-from infembed_ray.serving import distributed
-from infembed_ray.serving.arguments import ApiArguments
+from infembed_ray.serving import supervisor
 from infembed_ray.serving.plan import Plan
-from infembed_ray.serving.routing.blue_green import ReleaseSpec
+from infembed_ray.serving.release import ApiArguments, EncoderArguments, ReleaseSpec
 
 
 def replica(deployment: str) -> dict[str, Any]:
     """Return Serve's details of a replica of a deployment."""
     for application in _get_global_client().get_serve_details()["applications"].values():
         if deployment in application["deployments"]:
-            found: dict[str, Any] = application["deployments"][deployment]["replicas"][0]
-            return found
+            details: dict[str, Any] = application["deployments"][deployment]["replicas"][0]
+            return details
     raise LookupError(deployment)
 
 
 class Switches:
-    """What `distributed` does to the API and to the applications; another command may switch the API."""
+    """What `supervisor` does to the API and to the applications; another command may switch the API."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
         self.arguments, self.serves = plan.api, plan.release
         self.deleted: list[str] = []
-        monkeypatch.setattr(distributed, "_served", lambda: (self.arguments, self.serves))
-        monkeypatch.setattr(distributed, "_switch_to", self.switch)
-        monkeypatch.setattr(distributed, "served_fingerprint", lambda url: self.serves.fingerprint)
+        monkeypatch.setattr(supervisor, "served_release", lambda: (self.arguments, self.serves))
+        monkeypatch.setattr(supervisor, "switch_to", self.switch)
         monkeypatch.setattr(serve, "delete", lambda name, _blocking=True: self.deleted.append(name))
         monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
@@ -41,5 +39,15 @@ class Switches:
 
 
 def other_release(plan: Plan, name: str) -> ReleaseSpec:
-    parts = {"fingerprint": name, "encoder": f"{name}-encoder", "index": f"{name}-index"}
-    return plan.release.model_copy(update=parts)
+    """Return a release with another encoder and another index."""
+    default = plan.release.default
+    encoder = default.encoder.model_copy(update={"fingerprint": f"{name}-encoder"})
+    index = default.index.model_copy(update={"version": f"{name}-index"})
+    changed = default.model_copy(update={"encoder": encoder, "index": index})
+    return plan.release.model_copy(update={"collections": {"index": changed}})
+
+
+def with_encoder(release: ReleaseSpec, encoder: EncoderArguments) -> ReleaseSpec:
+    """Return a release with another encoder."""
+    changed = release.default.model_copy(update={"encoder": encoder})
+    return release.model_copy(update={"collections": {"index": changed}})

@@ -16,10 +16,10 @@ from ray.serve.context import _get_global_client
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.serving import distributed
-from infembed_ray.serving.arguments import APPLICATION
 from infembed_ray.serving.distributed import run, serving
 from infembed_ray.serving.http.auth import new_key
 from infembed_ray.serving.plan import Plan
+from infembed_ray.serving.release import APPLICATION
 from tests.serving.http_client import ask, under_load
 from tests.serving.indexes import AGAIN, PASSAGES, publish_index
 from tests.support.ports import free_port
@@ -130,7 +130,10 @@ def test_metrics_tell_the_collections_apart(api: str, key: dict[str, str], setti
         shards = families.get("infembed_shard_documents", [])
         return {(names.get((app := s.labels["replica"].partition("/")[0]), ""), app, f"{s.value:g}") for s in shards}
 
-    expected = {("index", specs["index"].index, f"{len(PASSAGES)}"), ("news", specs["news"].index, f"{len(NEWS)}")}
+    expected = {
+        ("index", specs["index"].index.application, f"{len(PASSAGES)}"),
+        ("news", specs["news"].index.application, f"{len(NEWS)}"),
+    }
     wait_until(lambda: series() == expected, 20)
 
 
@@ -154,9 +157,9 @@ def test_an_upgrade_of_one_collection_fails_no_request_and_restarts_no_other_par
     for answer in answers:
         assert {hit["id"] for hit in answer.body["hits"]} <= versions[answer.body["index_version"]]
     after = replicas()
-    for kept in (release.index, release.encoder, APPLICATION):
+    for kept in (release.default.index.application, *release.encoders, APPLICATION):
         assert before[kept] == after[kept] != set()
-    assert release.collections["news"].index not in serve.status().applications
+    assert release.collections["news"].index.application not in serve.status().applications
     printed = capsys.readouterr().out
     assert f"from index {Path(settings.index).name}, news: index {other.name}" in printed
     assert "serve: starting 2 shards, encoder minilm and" in printed
@@ -186,6 +189,6 @@ def test_a_collection_of_another_encoder_gets_an_encoder_of_its_own_and_leaves_w
     run(settings.model_copy(update={"collections": {}}))
     alone = Plan.resolve(settings.model_copy(update={"collections": {}})).release
     after = replicas()
-    assert set(after) == {APPLICATION, *alone.applications}
-    assert {name: after[name] for name in alone.applications} == {name: before[name] for name in alone.applications}
+    assert set(after) == {APPLICATION, *alone.parts}
+    assert {name: after[name] for name in alone.parts} == {name: before[name] for name in alone.parts}
     assert ask(f"{api}/v1/collections/law/search", {"query": "x"}, **key)[0] == 404

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,17 +40,15 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError, StartError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.retrieval.index import Index
-from infembed_ray.serving import distributed
-from infembed_ray.serving import starting as serving_starting
-from infembed_ray.serving.arguments import APPLICATION, ENCODER, INGRESS
-from infembed_ray.serving.deployments import api_over
+from infembed_ray.serving import distributed, supervisor
 from infembed_ray.serving.distributed import run, serving
 from infembed_ray.serving.plan import Plan
-from infembed_ray.serving.routing.blue_green import Canary
+from infembed_ray.serving.release import APPLICATION, ENCODER, INGRESS
+from infembed_ray.serving.supervisor import api_over
 from tests.serving.commands import command_line, environment, is_free, serve_command
 from tests.serving.http_client import ask, found, under_load, values
 from tests.serving.indexes import AGAIN, PASSAGES, YEARS, publish_index
-from tests.serving.releases import Switches, other_release, replica
+from tests.serving.releases import Switches, other_release, replica, with_encoder
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -408,8 +405,8 @@ def test_progress_names_what_has_not_started(
     monkeypatch.setattr(serve, "status", lambda: next(statuses))
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "memory": 1e9})
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 0.5})
-    monkeypatch.setattr(serving_starting, "PROGRESS_S", 0.05)
-    serving_starting.wait_until_running("app")
+    monkeypatch.setattr(supervisor, "PROGRESS_S", 0.05)
+    supervisor.wait_until_running("app")
     line = "serve: waiting for app: encoder (2 starting): no room for 2 replicas; free: 0.5 of 4 CPU"
     assert set(capsys.readouterr().out.splitlines()) == {line}
 
@@ -444,9 +441,7 @@ def test_a_release_that_the_api_has_come_back_to_is_not_deleted(
 ) -> None:
     plan = Plan.resolve(settings)
     switches = Switches(monkeypatch, plan)
-    trial = other_release(plan, "trial")
-    switches.serves = plan.release.model_copy(update={"canary": Canary(release=trial, share=0.1, until=0)})
-    distributed._delete_after_drain({plan.release.index, trial.index, "unused"}, 30.0)
+    supervisor._delete_after_drain({plan.release.default.index.application, "unused"}, 30.0)
     assert switches.deleted == ["unused"]
 
 
@@ -455,18 +450,19 @@ def test_a_failed_upgrade_leaves_the_switch_of_another_command_as_it_is(
 ) -> None:
     plan = Plan.resolve(settings)
     switches = Switches(monkeypatch, plan)
+    encoder, index = plan.release.default.encoder, plan.release.default.index.application
     old, third = other_release(plan, "old"), other_release(plan, "third")
-    shared = third.model_copy(update={"encoder": plan.release.encoder})
-    started = {plan.release.encoder, plan.release.index}
+    shared = with_encoder(third, encoder)
+    started = {encoder.application, index}
     switches.serves = old
-    distributed._require_unswitched(old)
+    supervisor._require_unswitched(old)
     switches.serves = shared
     with pytest.raises(StartError, match="another command has switched the API meanwhile"):
-        distributed._require_unswitched(old)
-    distributed._roll_back(plan, (plan.api, old), started)
-    assert (switches.serves, switches.deleted) == (shared, [plan.release.index])
+        supervisor._require_unswitched(old)
+    supervisor._roll_back(plan.release, (plan.api, old), started)
+    assert (switches.serves, switches.deleted) == (shared, [index])
     switches.serves = plan.release  # its own switch
-    distributed._roll_back(plan, (plan.api, old), started)
+    supervisor._roll_back(plan.release, (plan.api, old), started)
     assert (switches.serves, set(switches.deleted)) == (old, started)
 
 
@@ -475,22 +471,8 @@ def test_a_failed_upgrade_keeps_an_encoder_of_the_current_release_that_it_starte
 ) -> None:
     plan = Plan.resolve(settings)
     switches = Switches(monkeypatch, plan)
-    current = other_release(plan, "current").model_copy(update={"encoder": plan.release.encoder})
+    encoder, index = plan.release.default.encoder, plan.release.default.index.application
+    current = with_encoder(other_release(plan, "current"), encoder)
     switches.serves = current
-    distributed._roll_back(plan, (plan.api, current), {plan.release.encoder, plan.release.index})  # it was unhealthy
-    assert switches.deleted == [plan.release.index]
-
-
-def test_the_release_of_an_api_of_an_earlier_version_is_read(
-    settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = Plan.resolve(settings)
-    earlier = plan.release.model_copy()
-    del earlier.__dict__["collections"]  # as it is unpickled
-    assert not hasattr(earlier, "collections")
-    answer = SimpleNamespace(result=lambda timeout_s: (plan.api, earlier))
-    ingress = SimpleNamespace(served=SimpleNamespace(remote=lambda: answer))
-    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={APPLICATION}))
-    monkeypatch.setattr(serve, "get_deployment_handle", lambda *names, **options: ingress)
-    assert distributed._served() == (plan.api, plan.release)
-    assert distributed._used_applications() == plan.release.applications
+    supervisor._roll_back(plan.release, (plan.api, current), {encoder.application, index})  # it was unhealthy
+    assert switches.deleted == [index]

@@ -20,9 +20,8 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.retrieval.index import Index
-from infembed_ray.serving.described import model_bytes, model_name
 from infembed_ray.serving.distributed import run
-from infembed_ray.serving.plan import Plan, read_suggestions
+from infembed_ray.serving.plan import Plan, model_bytes, model_name, read_suggestions
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from infembed_ray.storage.steps import MANIFEST
 from tests.serving.indexes import AGAIN, publish_index
@@ -144,17 +143,26 @@ def test_suggestions_and_model_name_reach_the_card_and_change_the_release(
         Plan.resolve(settings.model_copy(update={"model_name": None, "suggestions": value})).release
         for value in (None, str(file))
     )
-    assert plain.card.suggestions == []
-    assert [s.model_dump() for s in suggested.card.suggestions] == [PAIR]
+    assert plain.default.card.suggestions == []
+    assert [s.model_dump() for s in suggested.default.card.suggestions] == [PAIR]
     assert plain.fingerprint != suggested.fingerprint
-    assert plain.card.id == Path(minilm).name
+    assert plain.default.card.id == Path(minilm).name
+
+
+def test_a_copy_of_the_encoder_is_the_same_release(settings: ServeSettings, tmp_path: Path, minilm: str) -> None:
+    shutil.copytree(minilm, tmp_path / Path(minilm).name)
+    here = Plan.resolve(settings).release
+    for model in (minilm, str(tmp_path / Path(minilm).name)):
+        there = Plan.resolve(settings.model_copy(update={"model": model})).release
+        assert there.encoders.keys() == here.encoders.keys()
+        assert there.fingerprint == here.fingerprint
 
 
 def test_a_copy_of_the_served_index_is_another_release(settings: ServeSettings, tmp_path: Path) -> None:
     copy = tmp_path / "copy" / Path(settings.index).name
     shutil.copytree(Path(settings.index), copy)
     here, there = (Plan.resolve(s) for s in (settings, settings.model_copy(update={"index": str(copy)})))
-    assert here.release.card.index_version == there.release.card.index_version
+    assert here.release.default.card.index_version == there.release.default.card.index_version
     assert here.release.fingerprint != there.release.fingerprint  # else `serve` would have nothing to do
 
 
@@ -165,7 +173,7 @@ def test_a_published_model_is_named_after_its_output_and_not_after_its_digest(
     shutil.copytree(minilm, published)
     (published / MANIFEST).write_text('{"identity": "0f3c9a7be1d24c55"}')
     release = Plan.resolve(settings.model_copy(update={"model_name": None, "model": str(published)})).release
-    assert release.card.id == "cardiology"
+    assert release.default.card.id == "cardiology"
 
 
 @pytest.mark.parametrize(
@@ -192,11 +200,10 @@ def test_an_index_in_an_object_store_is_described_by_its_manifest_alone(
     store = Folder.open(f"{bucket}/planned", "index")
     store.upload(Path(index) / MANIFEST, f"{Path(index).name}/{MANIFEST}")
     store.write("latest", Path(index).name)
-    plan = Plan.resolve(ServeSettings(index=store.uri, model=minilm, runtime="torch", shard_cache="/disk"))
+    plan = Plan.resolve(ServeSettings(index=store.uri, model=minilm, runtime="torch"))
     version = store / Path(index).name
-    assert plan.index.index == version.uri
-    assert plan.index.settings.shard_cache == "/disk"
-    assert plan.release.changes == (store / "changes" / Path(index).name).uri
+    assert plan.release.default.index.index == version.uri
+    assert plan.release.default.changes == (store / "changes" / Path(index).name).uri
     assert list(tmp_path.iterdir()) == []
 
 
@@ -212,18 +219,6 @@ def test_time_outs_of_the_start_grow_with_the_index_and_the_model(
         store.write(name, "12345")
     assert model_bytes(store.uri) == 10
     assert model_bytes("org/model") == 0
-
-
-def test_a_relative_shard_cache_is_rejected(settings: ServeSettings) -> None:
-    with pytest.raises(InputError, match=r"shard_cache=cache: .*give an absolute path, or one that begins with ~"):
-        Plan.resolve(settings.model_copy(update={"shard_cache": "cache"}))
-
-
-def test_a_compaction_that_would_never_start_is_rejected(settings: ServeSettings) -> None:
-    never = settings.model_copy(update={"compact_at": 11, "max_changed_documents": 10})
-    with pytest.raises(InputError, match=r"compact_at=11: .*max_changed_documents=10 .*set compact_at to at most 10"):
-        Plan.resolve(never)
-    Plan.resolve(never.model_copy(update={"writable": False}))
 
 
 def test_shards_on_gpus_need_faiss_gpu(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,14 +243,12 @@ def with_collections(settings: ServeSettings, **places: str) -> ServeSettings:
 def test_collections_change_nothing_of_the_default_one(settings: ServeSettings, news: str) -> None:
     alone, both = Plan.resolve(settings).release, Plan.resolve(with_collections(settings, news=news)).release
     assert both.fingerprint != alone.fingerprint
-    same = {"fingerprint", "collections", "card"}
-    assert both.model_dump(exclude=same) == alone.model_dump(exclude=same)
-    assert "collections" not in alone.as_json()
+    assert (both.default.index, both.default.encoder) == (alone.default.index, alone.default.encoder)
     assert list(both.by_name) == ["index", "news"]
-    assert both.applications - alone.applications == {both.collections["news"].index}
-    assert both.collections["news"].encoder == both.encoder  # one for all
+    assert set(both.parts) - set(alone.parts) == {both.collections["news"].index.application}
+    assert both.collections["news"].encoder == both.default.encoder  # one for all
     assert both.collections["news"].card.passages == len(AGAIN)
-    assert type(both).model_validate(both.as_json()) == both
+    assert type(both).model_validate(both.model_dump(mode="json")) == both
 
 
 def test_the_fingerprint_changes_with_each_collection_and_its_name(
@@ -265,7 +258,7 @@ def test_the_fingerprint_changes_with_each_collection_and_its_name(
         return Plan.resolve(with_collections(settings, **places)).release.fingerprint
 
     assert fingerprint(news=news) == fingerprint(news=news)
-    found = {
+    fingerprints = {
         fingerprint(),
         fingerprint(news=news),
         fingerprint(sport=news),
@@ -273,7 +266,7 @@ def test_the_fingerprint_changes_with_each_collection_and_its_name(
         fingerprint(news=news, law=foreign[1]),
         fingerprint(news=foreign[1], law=news),
     }
-    assert len(found) == 6
+    assert len(fingerprints) == 6
 
 
 def test_the_config_file_has_all_collections_and_keeps_those_of_the_previous_release(
@@ -287,8 +280,8 @@ def test_the_config_file_has_all_collections_and_keeps_those_of_the_previous_rel
         schema = ServeDeploySchema.model_validate(written)
         applications.append({application.name for application in schema.applications})
     both = Plan.resolve(with_collections(settings, news=news)).release
-    assert applications[0] == applications[1] == {*both.applications, "infembed"}
-    assert applications[2] == applications[0] - {both.collections["news"].index}
+    assert applications[0] == applications[1] == {*both.parts, "infembed"}
+    assert applications[2] == applications[0] - {both.collections["news"].index.application}
 
 
 def test_every_encoder_is_started_once_and_reserves_resources(
@@ -296,8 +289,8 @@ def test_every_encoder_is_started_once_and_reserves_resources(
 ) -> None:
     model, law = foreign
     plan = Plan.resolve(with_collections(settings, news=news, law=law))
-    assert [arguments.model for arguments in plan.encoders.values()] == [minilm, model]
-    assert len(plan.indexes) == 3
+    assert [arguments.model for arguments in plan.release.encoders.values()] == [minilm, model]
+    assert len(plan.release.indexes) == 3
     cards = {name: spec.card for name, spec in plan.release.by_name.items()}
     assert {name: card.id for name, card in cards.items()} == {"index": "minilm", "news": "minilm", "law": "foreign"}
     assert cards["law"].encoder != cards["news"].encoder == cards["index"].encoder

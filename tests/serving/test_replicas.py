@@ -30,14 +30,14 @@ from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shard_files import ShardFacts
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
-from infembed_ray.serving.arguments import ApiArguments, IndexArguments
 from infembed_ray.serving.distributed import serving
 from infembed_ray.serving.encoder.batching import Counters, Embedded, EmptySequence
-from infembed_ray.serving.encoder.calibration import REFERENCE, Candidate, Measured
+from infembed_ray.serving.encoder.calibration import REFERENCE, Candidate, Measurement
 from infembed_ray.serving.encoder.engine import Facts
 from infembed_ray.serving.plan import Plan
+from infembed_ray.serving.release import ApiArguments, IndexArguments
 from infembed_ray.serving.replicas import Encoder, EngineMetrics, Ingress, ShardSearch
-from infembed_ray.serving.routing.encoder_calls import Inputs
+from infembed_ray.serving.routing.encoder_calls import EncoderInputs
 from infembed_ray.serving.service import Query
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from infembed_ray.storage.steps import output_files
@@ -80,14 +80,14 @@ def encoder_replica(engine: Any) -> Any:
 
 def test_requests_of_one_call_are_embedded_separately() -> None:
     engine = Engine()
-    items = [[Query("a"), Query("bb")], Inputs(["ccc", "d"], "passage", None), [Query("eeee", "I")]]
+    items = [[Query("a"), Query("bb")], EncoderInputs(["ccc", "d"], "passage", None), [Query("eeee", "I")]]
     answers = asyncio.run(encoder_replica(engine).embed_many(items, 1.0))
     assert engine.calls == [["a", "bb"], ["ccc", "d"], ["eeee"]]  # otherwise they would share one place in its queue
     assert [answer.vectors.ravel().tolist() for answer in answers] == [[1, 2], [3, 1], [4]]
 
 
 def test_a_query_that_cannot_be_embedded_fails_only_its_own_request() -> None:
-    items = [[Query("a")], [Query(" ")], Inputs([""], "passage", None), [Query("bb")]]
+    items = [[Query("a")], [Query(" ")], EncoderInputs([""], "passage", None), [Query("bb")]]
     first, second, third, fourth = asyncio.run(encoder_replica(Engine()).embed_many(items, 1.0))
     assert (first.vectors.tolist(), fourth.vectors.tolist()) == ([[1]], [[2]])
     assert isinstance(second, EmptySequence)
@@ -104,7 +104,7 @@ def test_an_error_that_cannot_be_unpickled_becomes_its_message(caplog: pytest.Lo
             raise OnlyHere(1, 2)
 
     fault, well = asyncio.run(
-        encoder_replica(Faulty()).embed_many([Inputs(["a"], "passage", None), [Query("bb")]], 1.0)
+        encoder_replica(Faulty()).embed_many([EncoderInputs(["a"], "passage", None), [Query("bb")]], 1.0)
     )
     assert type(fault) is RuntimeError
     assert str(pickle.loads(pickle.dumps(fault))) == "OnlyHere: both"
@@ -170,8 +170,8 @@ def stored(bucket: str, tmp_path: Path) -> Folder:
 def shard_replica(folder: Folder, number: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> ShardSearch:
     """A replica that does not follow the log."""
     monkeypatch.setattr(ShardSearch, "_follow_log", lambda self: None)
-    settings = SETTINGS.model_copy(update={"shard_cache": str(cache)})
-    return ShardSearch(IndexArguments(index=folder.uri, version="v1", settings=settings), number)
+    monkeypatch.setenv(SCRATCH, str(cache))
+    return ShardSearch(IndexArguments(index=folder.uri, version="v1", settings=SETTINGS), number)
 
 
 def test_a_replica_reads_only_its_own_shard_in_blocks_and_a_second_start_reads_none(
@@ -210,7 +210,7 @@ def test_a_replica_of_a_damaged_shard_does_not_start_and_names_the_file(
 
 
 def test_metrics_show_what_runs_the_encoder() -> None:
-    measured = {REFERENCE: Measured(0.08, 1.0), Candidate("onnx", "float32"): Measured(0.05, 0.9999)}
+    measured = {REFERENCE: Measurement(0.08, 1.0), Candidate("onnx", "float32"): Measurement(0.05, 0.9999)}
     engine: Any = SimpleNamespace(facts=Facts(Candidate("onnx", "float32"), measured, 0, Counters(), 0, 0, 0))
     registry = CollectorRegistry()
     registry.register(EngineMetrics(engine))
@@ -238,15 +238,17 @@ def test_every_node_copies_only_its_own_shards_from_an_object_store(
             own = {SCRATCH: str(tmp_path / f"node-{number}")}
             cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20, env_vars=own)
         ray.init(cluster.address, log_to_driver=False)
-        shards = [ray.remote(num_cpus=1)(ShardSearch).remote(plan.index, number) for number in range(2)]
+        shards = [ray.remote(num_cpus=1)(ShardSearch).remote(plan.release.default.index, number) for number in range(2)]
         for id, text in PASSAGES.items():
             assert ray.get(shards[shard_of(id, 2)].document.remote(id)).text == text
         changes = ChangeLog(
-            Folder.open(plan.release.changes, "changes"), {"year": "integer"}, plan.release.card.dimension
+            Folder.open(plan.release.default.changes, "changes"),
+            {"year": "integer"},
+            plan.release.default.card.dimension,
         )
         changes.append([Delete(id) for id in PASSAGES])
         wait_until(lambda: not any(ray.get([shards[shard_of(id, 2)].document.remote(id) for id in PASSAGES])))
-        other = plan.index.model_copy(update={"version": "another"})
+        other = plan.release.default.index.model_copy(update={"version": "another"})
         for shard in shards:
             ray.kill(shard)
         with pytest.raises(ray.exceptions.RayActorError, match=r"InputError: index=.* start `serve` again"):

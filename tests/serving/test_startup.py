@@ -67,6 +67,6 @@ def test_a_worker_imports_the_modules_before_it_becomes_a_replica(ray_cluster: N
     def imported() -> bool:
         return set(startup.MODULES) <= set(sys.modules)
 
-    environment = deployments._environment(startup.import_modules, 1.0)
+    environment = deployments.environment(startup.import_modules, 1.0)
     assert ray.get(ray.remote(imported).options(runtime_env={"env_vars": environment}).remote())
     assert not ray.get(ray.remote(imported).remote())

@@ -24,9 +24,9 @@ from infembed_ray.retrieval.stores.milvus import Milvus
 from infembed_ray.retrieval.stores.store import Address
 from infembed_ray.retrieval.updates.live_shard import ShardQuery
 from infembed_ray.retrieval.updates.write_ahead_log import Delete, Put
-from infembed_ray.serving.arguments import IndexArguments
 from infembed_ray.serving.distributed import run, serving
 from infembed_ray.serving.plan import Plan
+from infembed_ray.serving.release import IndexArguments
 from infembed_ray.serving.service import Document, ReplicaLost
 from infembed_ray.serving.store_search import StoreSearch
 from tests.serving.http_client import ask, found
@@ -200,9 +200,9 @@ def test_a_foreign_encoder_and_several_writers_are_refused(
                 with pytest.raises(InputError, match=r"index=milvus\+http.*built by another encoder \(0123"):
                     Plan.resolve(served)
         plan = Plan.resolve(served)
-        assert (plan.index.index, plan.index.version) == (served.index, "b" * 12)
-        assert plan.release.changes is None
-        assert plan.release.shards == ("store",)
-        assert plan.release.encoder == described.release.encoder
+        assert (plan.release.default.index.index, plan.release.default.index.version) == (served.index, "b" * 12)
+        assert plan.release.default.changes is None
+        assert plan.release.default.shards == ("store",)
+        assert plan.release.encoders.keys() == described.release.encoders.keys()
         with pytest.raises(InputError, match=r"shard_replicas=2: .* takes one writer at a time"):
             Plan.resolve(served.model_copy(update={"shard_replicas": 2}))

@@ -40,7 +40,7 @@ def output(request, tmp_path):
 def test_settings_take_the_outputs_of_the_promoted_release(output, capsys):
     alias = f"{output}/production.release"
     first = publish_release(output, "one")
-    assert main(["promote", f"{output}/release", alias]) == 0
+    assert main(["runs", "promote", f"{output}/release", alias]) == 0
     serve = ServeSettings(index=alias)
     assert releases.resolved(serve).index == first["index"]
     evaluate = EvaluateSettings(
@@ -56,8 +56,8 @@ def test_settings_take_the_outputs_of_the_promoted_release(output, capsys):
     second = publish_release(output, "two")
     assert releases.resolved(serve).index == first["index"]  # a new release changes nothing before it is promoted
     capsys.readouterr()
-    assert main(["promote", f"{output}/release", alias]) == 0
-    assert capsys.readouterr().out.startswith(f"promote: {alias} names {output}/release/")
+    assert main(["runs", "promote", f"{output}/release", alias]) == 0
+    assert capsys.readouterr().out.startswith(f"{alias} names {output}/release/")
     assert releases.resolved(serve).index == second["index"]
 
 
@@ -66,11 +66,11 @@ def test_a_roll_back_promotes_the_older_release(tmp_path):
     made = {}
     for tag in ("one", "two"):
         made[tag] = publish_release(str(tmp_path), tag)
-        assert main(["promote", str(tmp_path / "release"), alias]) == 0
+        assert main(["runs", "promote", str(tmp_path / "release"), alias]) == 0
     older = min(
         (path for path in (tmp_path / "release").glob("*/manifest.json")), key=lambda path: path.stat().st_mtime
     )
-    assert main(["promote", str(older.parent), alias]) == 0
+    assert main(["runs", "promote", str(older.parent), alias]) == 0
     assert releases.resolved(ServeSettings(index=alias)).index == made["one"]["index"]
 
 
@@ -83,42 +83,9 @@ def test_bad_names_are_input_errors(tmp_path, capsys):
         (f"{tmp_path}/none", alias, "no such file or directory"),
         (alias, alias, "no such alias"),
     ):
-        assert main(["promote", release, name]) == 2
+        assert main(["runs", "promote", release, name]) == 2
         assert message in capsys.readouterr().err
-    with pytest.raises(InputError, match=r"index=.*a\.release: no such alias; `infembed promote"):
+    with pytest.raises(InputError, match=r"index=.*a\.release: no such alias; `infembed runs promote"):
         releases.resolved(ServeSettings(index=alias))
     assert main(["serve", f"index={alias}", "--dry-run"]) == 2
     assert "no such alias" in capsys.readouterr().err
-
-
-@pytest.mark.integration
-def test_mlflow_has_a_version_of_every_promoted_release_and_its_alias_follows(tmp_path, monkeypatch, capsys):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
-    made = {tag: publish_release(str(tmp_path / tag), tag) for tag in ("one", "two")}
-    alias, client = str(tmp_path / "production.release"), mlflow.MlflowClient()
-    for tag, version in (("one", "1"), ("two", "2"), ("one", "1")):  # the last one rolls back
-        assert main(["promote", str(tmp_path / tag / "release"), alias, "--mlflow", "retriever"]) == 0
-        assert f"promote: version {version} of retriever in MLflow is production\n" in capsys.readouterr().out
-        found = client.get_model_version_by_alias("retriever", "production")
-        assert (str(found.version), found.source) == (version, made[tag]["train"])
-        assert releases.resolved(ServeSettings(index=alias)).index == made[tag]["index"]
-    assert len(client.search_model_versions("name = 'retriever'")) == 2
-    latest = str(tmp_path / "latest.release")  # a name that MLflow reserves
-    assert main(["promote", str(tmp_path / "one" / "release"), latest, "--mlflow", "retriever"]) == 2
-    assert "--mlflow=retriever: " in capsys.readouterr().err
-    assert not (tmp_path / "latest.release").exists()
-
-
-def test_a_registry_that_is_not_there_is_an_input_error_and_the_alias_stays(tmp_path, monkeypatch, capsys):
-    publish_release(str(tmp_path), "one")
-    command = ["promote", str(tmp_path / "release"), str(tmp_path / "a.release"), "--mlflow", "retriever"]
-    for name in releases.REGISTRIES:
-        monkeypatch.delenv(name, raising=False)
-    assert main(command) == 2
-    assert "--mlflow=retriever: no registry is named; set MLFLOW_REGISTRY_URI" in capsys.readouterr().err
-    monkeypatch.setattr(releases, "find_spec", lambda name: None)
-    assert main(command) == 2
-    assert "pip install mlflow-skinny" in capsys.readouterr().err
-    assert not (tmp_path / "a.release").exists()

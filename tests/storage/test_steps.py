@@ -316,7 +316,7 @@ def test_a_store_that_ignores_conditions_is_refused(place, tmp_path, monkeypatch
         Folder, condition, lambda folder, name, data, *_: folder.write(name, data.decode()) or "version"
     )
     with pytest.raises(InputError, match="this store ignores conditional writes"):
-        remote_step(place, tmp_path)
+        remote_step(place, tmp_path).finished()
 
 
 def test_an_input_that_breaks_off_is_an_error_and_is_downloaded_again(faulty, place, tmp_path):

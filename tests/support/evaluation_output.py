@@ -1,78 +1,23 @@
-"""Small published outputs: rows of a synthesis, and rankings of an evaluation with the figures that follow from them."""
+"""A small evaluation: tasks, runs, and the figures that follow from them."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.metrics import Change, Run
-from infembed_ray.evaluation.rankings import Rankings
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.scoring import score
-from infembed_ray.evaluation.tasks.followir import CHANGED, ORIGINAL
 from infembed_ray.evaluation.tasks.infir import instruction_following
+from infembed_ray.evaluation.tasks.layouts import CHANGED, ORIGINAL
 from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
-from infembed_ray.records import tables
 from infembed_ray.records.tables import Record
 
 MARKUP = '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1"><b>bold</b>'
-WORDS = ("aspirin", "Café", "sleep", "a+b", "50%", "İstanbul", "naïve", "x")
 MODELS = ("one", "two", "three")
-
-
-def synthesis_rows(kept: int = 45, rejected: int = 22, dead: int = 3) -> dict[str, list[dict[str, Any]]]:
-    """Rows of every file; texts are words drawn with a seed."""
-    rng = random.Random(7)
-
-    def text() -> str:
-        return " ".join(rng.choices(WORDS, k=4))
-
-    def row(number: int, **more: Any) -> dict[str, Any]:
-        columns = ("query_positive", "instruction_positive", "instruction_negative", "query_negative")
-        passages = ("document_positive", "hard_negative_document_1", "hard_negative_document_2")
-        made = {name: text() for name in (*columns, *passages)}
-        verdicts = {scenario: scenario for scenario in tables.SCENARIOS}
-        known = {
-            "source": rng.choice(("msmarco", "leetcode")),
-            "topic": rng.choice(("sleep", "tea", None)),
-            "provenance": {"judge": "judge-model", "request_hashes": ["0"], "usd": 0.001, "verdicts": verdicts},
-        }
-        return {"id": f"row/{number}", **made, **known, **more}
-
-    why = [("judge_positive", "the judge picked none"), ("query_negative", "a lead-in to a list, no request")]
-    ended = [row(kept + i, **dict(zip(("step", "reason"), rng.choice(why), strict=True))) for i in range(rejected)]
-    for one in ended:
-        if one["step"] == "query_negative":
-            one |= {"query_negative": "", "hard_negative_document_1": None, "hard_negative_document_2": None}
-    return {
-        "kept": [row(i) for i in range(kept)],
-        "rejected": ended,
-        "dead letter": [
-            {"id": f"dead/{i}", "source": "msmarco", "step": "instruction_positive", "error": f"HTTP 500: {text()}"}
-            for i in range(dead)
-        ],
-    }
-
-
-def write_synthesis(directory: Path, rows: dict[str, list[dict[str, Any]]], complements: bool = True) -> Path:
-    """Write the files of a synthesis output in row groups of seven rows."""
-    directory.mkdir(exist_ok=True)
-    files = {
-        "kept": (tables.KEPT_FILE, tables.RECORD),
-        "rejected": (tables.REJECTED_FILE, tables.REJECTED),
-        "dead letter": (tables.DEAD_LETTER_FILE, tables.DEAD_LETTER),
-    }
-    for kind, (name, schema) in files.items():
-        pq.write_table(pa.Table.from_pylist(rows[kind], schema=schema), directory / name, row_group_size=7)
-    if complements:
-        made = [{"id": row["id"], "instruction_complement": f"complement of {row['id']}"} for row in rows["kept"]]
-        tables.write(directory / tables.COMPLEMENTS_FILE, tables.COMPLEMENT, made)
-    return directory
 
 
 def evaluation(count: int = 15) -> tuple[Task, dict[str, Run]]:
@@ -112,15 +57,10 @@ def followir(count: int = 4) -> tuple[Task, dict[str, Run]]:
     return task, {model: {query: {d: rng.random() for d in corpus} for query in qrels} for model in MODELS}
 
 
-def write_evaluation(directory: Path, task: Task, runs: dict[str, Run], rankings: bool = True) -> Path:
+def write_evaluation(directory: Path, task: Task, runs: dict[str, Run]) -> Path:
     """Write the files of an evaluation output."""
     directory.mkdir(exist_ok=True)
     scores = {model: {task.name: score(task, run)} for model, run in runs.items()}
     tasks = {task.name: TaskSummary.from_task(task, "content")}
     results.write(directory, Results(tasks, {model: {} for model in runs}, scores, depth=1000))
-    if rankings:
-        with Rankings(directory) as writer:
-            for model, run in runs.items():
-                writer.add(model, task, run)
-            writer.finish([task])
     return directory

@@ -23,8 +23,12 @@ class Behaviour:
     """The bearer key to require; empty: none."""
     models: str = ""
     """Known models, separated by commas; empty: any."""
-    quota: int = 0
-    """Answers until the quota is used up; 0: unlimited."""
+    breaks_after: int = 0
+    """Answers until the endpoint answers nothing more; 0: it does not break."""
+    breaks: str = "quota"
+    """How it breaks: a name of `BREAKS`."""
+    ignored_caps: str = ""
+    """Names of the cap of an answer that the endpoint takes but ignores, separated by commas."""
     seed: int = 0
     # Faults of an attempt.
     rate_limited: float = 0.0
@@ -99,9 +103,30 @@ class Behaviour:
         mistaken = rates.get(body["model"], self.mistaken)
         said = completion(body, fault, mistaken, self.stubborn, self.poor)
         said["usage"]["completion_tokens"] += int(reasoning.get(body["model"], 0))
+        ignored = self.ignored_caps.split(",")
+        caps = [body[name] for name in ("max_completion_tokens", "max_tokens") if name in body and name not in ignored]
+        if caps and said["usage"]["completion_tokens"] > caps[0]:
+            choice = said["choices"][0]
+            words = str(choice["message"]["content"] or "").split(" ")
+            choice["message"]["content"] = " ".join(words[: caps[0]])
+            choice["finish_reason"] = "length"
+            said["usage"] |= {"completion_tokens": caps[0], "total_tokens": said["usage"]["prompt_tokens"] + caps[0]}
         return said
 
 
+BREAKS: Mapping[str, tuple[int, dict[str, Any], dict[str, str]]] = {
+    "quota": (429, {"message": "You exceeded your current quota.", "code": "insufficient_quota"}, {}),
+    "quota_type": (429, {"message": "You exceeded your quota.", "type": "insufficient_quota", "code": None}, {}),
+    "key_limit": (403, {"message": "Key limit exceeded (monthly)", "code": 403}, {}),
+    "credit": (400, {"message": "Your credit balance is too low.", "type": "invalid_request_error"}, {}),
+    "payment": (402, {"message": "Insufficient credits.", "code": 402}, {}),
+    "model": (404, {"message": "The model does not exist.", "code": "model_not_found"}, {}),
+    "server": (500, {"message": "The server had an error.", "code": "server_error"}, {}),
+    "limited": (429, {"message": "Rate limit reached.", "code": "rate_limit_exceeded"}, {}),
+    "limited_long": (429, {"message": "Try again tomorrow.", "code": "rate_limit_exceeded"}, {"Retry-After": "36000"}),
+    "hang": (0, {}, {}),
+}
+"""Ways in which an endpoint stops answering for good: status, error and headers; status 0: it never responds."""
 ATTEMPT_FAULTS = ("rate_limited", "server_error", "hang", "dropped", "truncated")
 REQUEST_FAULTS = ("bad_request", "refusal", "empty", "cut_off", "malformed")
 
@@ -146,7 +171,7 @@ def say(prompt: str, mistaken: float = 0.0, stubborn: float = 0.0, poor: float =
     """Return the answer to one of the pipeline's prompts."""
     rng = random.Random(prompt)
     if prompt.startswith(PROBE):
-        return "Answer: yes"
+        return f"Answer: {' '.join(map(str, range(1, 101))) if 'Count' in prompt else 'yes'}"
     if "Answer: <the JSON object>" in prompt:
         return f"Answer: {_filter(prompt)}"
     if "Candidates:" in prompt:

@@ -33,7 +33,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, fields
@@ -45,6 +45,7 @@ from aiohttp import web
 
 from tests.support.stand_in_answers import (
     ATTEMPT_FAULTS,
+    BREAKS,
     CHAOS,
     PROBE,
     READABLE,
@@ -177,6 +178,11 @@ class _Server(Batches):
 
     async def _answer(self, request: web.Request, body: dict[str, Any], digest: str) -> tuple[str, web.StreamResponse]:
         how = self._behaviour
+        if how.breaks_after and self._answered >= how.breaks_after:
+            status, error, headers = BREAKS[how.breaks]
+            if not status:
+                await asyncio.Event().wait()
+            return "broken", web.json_response({"error": error}, status=status, headers=headers)
         if how.key and request.headers.get("Authorization") != f"Bearer {how.key}":
             return "refused_key", error_response(401, "Incorrect API key provided.", "invalid_api_key")
         if how.models and body["model"] not in how.models.split(","):
@@ -190,8 +196,6 @@ class _Server(Batches):
             response = how.completion(body, None)
             request["usage"] = response["usage"]
             return "probed", web.json_response(response)
-        if how.quota and self._answered >= how.quota:
-            return "over_quota", error_response(429, "You exceeded your current quota.", "insufficient_quota")
         if body["model"] == how.limited_model and not self._take(request):
             return "rate_limited", error_response(429, "Rate limit reached.", "rate_limit_exceeded")
         rng = random.Random(f"{how.seed}/{digest}/{self._attempts[digest]}")
@@ -281,6 +285,8 @@ class StandIn:
         self._address = address
         self._log = log
         self.url = f"{address}/v1"
+        self.kill: Callable[[], None] | None = None
+        """Kills the server, if it is in a process of its own."""
 
     def log(self, ended: str | None = None) -> list[dict[str, Any]]:
         """Return the requests so far, in the order in which they ended; with `ended`, only those that ended so."""
@@ -341,17 +347,19 @@ def stand_in(**behaviour: Any) -> Iterator[StandIn]:
 
 
 @contextmanager
-def stand_in_process(**behaviour: Any) -> Iterator[StandIn]:
-    """Serve in a process of its own, for tests of throughput and memory."""
+def stand_in_process(port: int = 0, **behaviour: Any) -> Iterator[StandIn]:
+    """Serve in a process of its own, for tests of throughput, memory and kills; `StandIn.kill` ends it."""
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "requests.jsonl"
         log.touch()
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(Behaviour(**behaviour)).items()]
-        command = [sys.executable, "-m", "tests.support.stand_in_llm", "--port=0", f"--log={log}", *flags]
+        command = [sys.executable, "-m", "tests.support.stand_in_llm", f"--port={port}", f"--log={log}", *flags]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as server:
             try:
                 assert server.stdout is not None
-                yield StandIn(server.stdout.readline().strip().removesuffix("/v1"), log)
+                running = StandIn(server.stdout.readline().strip().removesuffix("/v1"), log)
+                running.kill = server.kill
+                yield running
             finally:
                 server.kill()
 

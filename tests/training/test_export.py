@@ -1,6 +1,7 @@
 """Export of a training checkpoint: read and written file by file, with the files that a whole model would have."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from infembed_ray.config.training import Lora, TrainSettings
+from infembed_ray.errors import InputError
 from infembed_ray.modeling import checkpoint_writer
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.training.backbone import load_encoder
@@ -66,3 +68,17 @@ def assert_same_tensors(folder: Path, expected: dict[str, torch.Tensor]) -> None
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     listed = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     assert listed == {name: file.name for file in files for name in load_file(file)}
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora": Lora(rank=4)}, {"interaction": "cross_attention"}])
+def test_weights_that_are_not_finite_are_not_exported(changes, tmp_path):
+    model = backbones.write("qwen2", tmp_path / "model")
+    settings = TrainSettings(records="-", model=model, output="runs/x", **changes)
+    state = {f"encoder.{name}": p for name, p in load_encoder(settings).named_parameters() if p.requires_grad}
+    list(state.values())[-1].data.view(-1)[1] = torch.inf
+    (tmp_path / "step").mkdir()
+    torch.save({"module": state}, tmp_path / "step" / WHOLE_STATE)
+    message = rf"^output=runs/x: weights are infinite or NaN: {re.escape(list(state)[-1].removeprefix('encoder.'))}; "
+    with pytest.raises(InputError, match=message):
+        export(tmp_path / "step", settings, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2Model
 
 from infembed_ray.config.training import Lora, TrainSettings
+from infembed_ray.errors import InputError
 from infembed_ray.training.zero_init import load_for_training
 from tests.modeling import backbones
 from tests.support.workers import run_workers, share_process_group
@@ -87,13 +88,11 @@ def with_head(decoder, tmp_path_factory):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_partitioned_model_trains_like_one_that_is_loaded_whole(workers, decoder, with_head, tmp_path):
+def test_partitioned_model_trains_like_one_that_is_loaded_whole(workers, decoder, with_head, minilm, tmp_path):
     bert = backbones.write("modernbert", tmp_path / "bert")
     lacking = tmp_path / "lacking"
-    shutil.copytree(bert, lacking)
-    weights = load_file(lacking / "model.safetensors")
-    name = next(name for name in weights if name.endswith("norm.weight"))  # transformers initializes it with ones
-    save_file({n: w for n, w in weights.items() if n != name}, lacking / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(minilm, lacking)
+    change(lacking, lambda weights: {name: w for name, w in weights.items() if "pooler" not in name})
     gemma = backbones.write("gemma4", tmp_path / "gemma")
     cases = [
         settings_of(decoder),
@@ -106,6 +105,37 @@ def test_partitioned_model_trains_like_one_that_is_loaded_whole(workers, decoder
     ]
     for early in run_workers(compare, workers, cases):
         assert early == [True] * 5 + [False] * 2
+
+
+def change(path, changed):
+    file = path / "model.safetensors"
+    save_file(changed(load_file(file)), file, metadata={"format": "pt"})
+
+
+def refusals(rank, cases):
+    """Return why each model is refused."""
+    destroy = share_process_group()
+    messages = []
+    for settings in cases:
+        with pytest.raises(InputError) as refused:
+            load_for_training(settings, CPU)
+        messages.append(str(refused.value))
+    destroy()
+    return messages
+
+
+def test_every_worker_refuses_weights_that_are_missing_or_not_finite(decoder, tmp_path):
+    broken = {name: tmp_path / name for name in ("lacking", "foreign", "nan")}
+    for path in broken.values():
+        shutil.copytree(decoder, path)
+    change(broken["lacking"], lambda weights: {name: w for name, w in weights.items() if "layers.1." not in name})
+    change(broken["foreign"], lambda weights: {f"foreign.{name}": w for name, w in weights.items()})
+    change(broken["nan"], lambda weights: weights | {"norm.weight": weights["norm.weight"] * torch.nan})
+    of_each = run_workers(refusals, 2, [settings_of(str(path)) for path in broken.values()])
+    for lacking, foreign, nan in of_each:
+        assert f"model={broken['lacking']}: has no weights for layers.1." in lacking
+        assert f"model={broken['foreign']}: has no weights for embed_tokens.weight" in foreign
+        assert f"model={broken['nan']}: weights are infinite or NaN: norm.weight; " in nan
 
 
 def peak_while(load):

@@ -24,7 +24,7 @@ Figures = Mapping[str, Mapping[str, float | None]]
 
 
 @dataclass(frozen=True)
-class Model:
+class ReportedModel:
     """A model of an evaluation, or a row of a sweep with all its seeds."""
 
     key: str
@@ -52,15 +52,15 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Collection:
+class CombinedResults:
     """All models and their values. A model need not have all tasks."""
 
-    models: Mapping[str, Model]
+    models: Mapping[str, ReportedModel]
     """By key."""
     results: Results
     """By key; a query's value is the mean over seeds."""
 
-    def against(self, baseline: str) -> Collection:
+    def against(self, baseline: str) -> CombinedResults:
         """Compare all models with one baseline.
 
         Raises:
@@ -82,18 +82,18 @@ class Collection:
 
     def _compare(self, column: Column) -> dict[str, Cell]:
         present = [key for key in self.models if all(task in self.results.scores[key] for task, _ in column.parts)]
-        found: dict[str, Cell] = {}
+        cell_of: dict[str, Cell] = {}
         for baseline in dict.fromkeys(self.models[key].baseline for key in present):
             others = [key for key in present if self.models[key].baseline == baseline != key]
             if baseline in present:
-                found |= cells(self.results, column, [baseline, *others])
+                cell_of |= cells(self.results, column, [baseline, *others])
             else:
                 for key in others:
-                    found |= cells(self.results, column, [key])
-        return {key: found[key] for key in present if key in found}
+                    cell_of |= cells(self.results, column, [key])
+        return {key: cell_of[key] for key in present if key in cell_of}
 
 
-def collect(outputs: Mapping[str, Results]) -> Collection:
+def collect(outputs: Mapping[str, Results]) -> CombinedResults:
     """Combine the results of several outputs.
 
     Models of one label in two outputs are the same model if their descriptions and all common values are equal; otherwise
@@ -103,19 +103,18 @@ def collect(outputs: Mapping[str, Results]) -> Collection:
         InputError: two outputs have different tasks of one name, or rankings of different depths.
     """
     first = next(iter(outputs))
-    models: dict[str, Model] = {}
+    models: dict[str, ReportedModel] = {}
     scores: dict[str, dict[str, Scores]] = {}
     obedience: dict[str, dict[str, Obedience]] = {}
-    costs: dict[str, Mapping[str, float]] = {}
     for output, results in outputs.items():
         if results.depth != outputs[first].depth:
             raise InputError(
                 f"results.{output}: rankings hold {results.depth} documents, those of results.{first} "
                 f"{outputs[first].depth}: the figures cannot be compared; evaluate with one depth"
             )
-        found = list(_models(output, results))
-        suffixes = {m.key: "" if _fits(m, own, models, scores) else f" ({output})" for m, own, _ in found}
-        for model, own, obeyed in found:
+        models_of_output = list(_models(output, results))
+        suffixes = {m.key: "" if _fits(m, own, models, scores) else f" ({output})" for m, own, _ in models_of_output}
+        for model, own, obeyed in models_of_output:
             key = model.key + suffixes[model.key]
             if key in models:
                 runs = tuple({**old, **new} for old, new in zip(models[key].runs, model.runs, strict=True))
@@ -126,7 +125,6 @@ def collect(outputs: Mapping[str, Results]) -> Collection:
                 models[key] = replace(model, key=key, shown=model.label + suffixes[model.key], baseline=baseline)
                 scores[key] = own
             obedience[key] = {**obeyed, **obedience.get(key, {})}
-            costs |= {key: results.costs[model.label]} if model.label in results.costs else {}
     for results in outputs.values():  # references, which are no models of an output
         for label, of_tasks in results.obedience.items():
             if label not in results.models:
@@ -134,7 +132,7 @@ def collect(outputs: Mapping[str, Results]) -> Collection:
     obedience = {label: of_tasks for label, of_tasks in obedience.items() if of_tasks}
     about = {key: model.about for key, model in models.items()}
     summaries = _common_tasks(outputs)
-    return Collection(models, Results(summaries, about, scores, outputs[first].depth, obedience, costs))
+    return CombinedResults(models, Results(summaries, about, scores, outputs[first].depth, obedience))
 
 
 def _common_tasks(outputs: Mapping[str, Results]) -> dict[str, TaskSummary]:
@@ -152,7 +150,7 @@ def _common_tasks(outputs: Mapping[str, Results]) -> dict[str, TaskSummary]:
     return {task: summary for task, (_, summary, _) in tasks.items()}
 
 
-def _models(output: str, results: Results) -> Iterator[tuple[Model, dict[str, Scores], dict[str, Obedience]]]:
+def _models(output: str, results: Results) -> Iterator[tuple[ReportedModel, dict[str, Scores], dict[str, Obedience]]]:
     """Yield the models of an output in its order, with their values and those of the controls; seeds are one model."""
     cells: dict[tuple[str, str | None], list[str]] = {}
     for label, about in results.models.items():
@@ -169,18 +167,23 @@ def _models(output: str, results: Results) -> Iterator[tuple[Model, dict[str, Sc
         averaged = _averaged([results.scores[label] for label in labels])
         controls = [results.obedience.get(label, {}) for label in labels]
         obeyed: dict[str, Obedience] = {task: _averaged([of_one[task] for of_one in controls]) for task in controls[0]}
-        model = Model(_key(row, backbone), row, row, backbone, baselines[backbone], output, about, runs)
+        model = ReportedModel(_key(row, backbone), row, row, backbone, baselines[backbone], output, about, runs)
         yield model, averaged, obeyed
 
 
 def _fits(
-    model: Model, own: Mapping[str, Scores], models: Mapping[str, Model], scores: Mapping[str, Mapping[str, Scores]]
+    model: ReportedModel,
+    own: Mapping[str, Scores],
+    models: Mapping[str, ReportedModel],
+    scores: Mapping[str, Mapping[str, Scores]],
 ) -> bool:
     """Whether no other model has this key, or only the same model."""
     if model.key not in models:
         return True
-    known = scores[model.key]
-    return models[model.key].about == model.about and all(known[t] == own[t] for t in known.keys() & own.keys())
+    scores_of_key = scores[model.key]
+    return models[model.key].about == model.about and all(
+        scores_of_key[t] == own[t] for t in scores_of_key.keys() & own.keys()
+    )
 
 
 def _key(row: str, backbone: str | None) -> str:

@@ -6,27 +6,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from infembed_ray.evaluation import tables
-from infembed_ray.evaluation.paper.collection import Collection, Model
+from infembed_ray.evaluation.paper.collection import CombinedResults, ReportedModel
 from infembed_ray.evaluation.paper.published import TABLES
 from infembed_ray.evaluation.paper.sheets import AS_PAPER, MODELS, plain, stands_for
-from infembed_ray.evaluation.significance import Estimate
+from infembed_ray.evaluation.significance import IntervalEstimate
 from infembed_ray.evaluation.tables import Cell, Column
-from infembed_ray.evaluation.tasks import registry
+from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.reporting.charts import Scale
 
-PAPER = [registry.BENCHMARKS[name].title for name in ("followir", f"followir{AS_PAPER}")]
+PAPER = [catalogue.BENCHMARKS[name].title for name in ("followir", f"followir{AS_PAPER}")]
 """Titles of the benchmark whose models the paper compares in Figure 5."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class ChartedModel:
     """A model of Figure 5: p-MRR and score x100."""
 
     group: str
     label: str
     ours: bool
-    p_mrr: Estimate
-    score: Estimate
+    p_mrr: IntervalEstimate
+    score: IntervalEstimate
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Chart:
 
     benchmark: str
     score: str
-    groups: Mapping[str, Sequence[Measured]]
+    groups: Mapping[str, Sequence[ChartedModel]]
     scales: tuple[Scale, Scale]
     paper: bool
 
@@ -59,28 +59,28 @@ class Panel:
     """
 
     title: str
-    groups: Mapping[str, tuple[Estimate, Estimate]]
+    groups: Mapping[str, tuple[IntervalEstimate, IntervalEstimate]]
     scale: Scale
 
 
-def figure_5(collection: Collection, rows: Mapping[str, str]) -> list[Chart]:
+def figure_5(collection: CombinedResults, rows: Mapping[str, str]) -> list[Chart]:
     """Return a chart for each evaluated benchmark with a p-MRR; FollowIR's also has the models of Table 5."""
     charts = []
     for benchmark, p_mrr, score in _obedience(collection):
         obeys, retrieves = collection.cells(p_mrr), collection.cells(score)
         paper = benchmark in PAPER and p_mrr.title.startswith("average")
-        found = list(_table_5()) if paper else []
+        charted = list(_table_5()) if paper else []
         for key, model in collection.models.items():
             if key in obeys and key in retrieves:
                 group = _size(model, rows) or "Ours" if paper else model.backbone or ""
                 label = key if paper else model.shown
-                found.append(Measured(group, label, True, _x100(obeys[key]), _x100(retrieves[key])))
-        if any(model.ours for model in found):
-            charts.append(_chart(benchmark, score.title, found, paper))
+                charted.append(ChartedModel(group, label, True, _x100(obeys[key]), _x100(retrieves[key])))
+        if any(model.ours for model in charted):
+            charts.append(_chart(benchmark, score.title, charted, paper))
     return charts
 
 
-def figure_6(collection: Collection, unfiltered: Sequence[str]) -> list[Panel]:
+def figure_6(collection: CombinedResults, unfiltered: Sequence[str]) -> list[Panel]:
     """Return a panel for each training of a sweep that backbones had on filtered and on unfiltered records.
 
     Args:
@@ -90,12 +90,12 @@ def figure_6(collection: Collection, unfiltered: Sequence[str]) -> list[Panel]:
     panels = []
     for benchmark, p_mrr, _ in _obedience(collection):
         cells = collection.cells(p_mrr)
-        found: dict[str, dict[str, dict[bool, Model]]] = {}
+        trainings: dict[str, dict[str, dict[bool, ReportedModel]]] = {}
         for key, model in collection.models.items():
             if key in cells and model.about.get("train") is not None:
-                of_backbone = found.setdefault(model.label, {}).setdefault(model.backbone or "", {})
+                of_backbone = trainings.setdefault(model.label, {}).setdefault(model.backbone or "", {})
                 of_backbone[model.output in unfiltered] = model
-        for label, backbones in found.items():
+        for label, backbones in trainings.items():
             groups = {
                 backbone: (_x100(cells[both[False].key]), _x100(cells[both[True].key]))
                 for backbone, both in backbones.items()
@@ -107,7 +107,7 @@ def figure_6(collection: Collection, unfiltered: Sequence[str]) -> list[Panel]:
     return panels
 
 
-def _obedience(collection: Collection) -> Iterator[tuple[str, Column, Column]]:
+def _obedience(collection: CombinedResults) -> Iterator[tuple[str, Column, Column]]:
     """Yield each benchmark with a p-MRR, its first p-MRR column and its first other column; averages come first."""
     for benchmark, columns in tables.columns(collection.results).items():
         p_mrr = next((column for column in columns if column.parts[0][1] == "p-MRR"), None)
@@ -116,16 +116,22 @@ def _obedience(collection: Collection) -> Iterator[tuple[str, Column, Column]]:
             yield benchmark, p_mrr, other
 
 
-def _table_5() -> Iterator[Measured]:
+def _table_5() -> Iterator[ChartedModel]:
     """Yield the paper's models that have both numbers."""
     columns = TABLES["5"].columns
     for row in TABLES["5"].rows:
         p_mrr, score = (row.numbers[columns.index(name)].value for name in ("FollowIR p-MRR", "FollowIR score"))
         if p_mrr is not None and score is not None:
-            yield Measured(row.section, row.name, False, Estimate(p_mrr, p_mrr, p_mrr), Estimate(score, score, score))
+            yield ChartedModel(
+                row.section,
+                row.name,
+                False,
+                IntervalEstimate(p_mrr, p_mrr, p_mrr),
+                IntervalEstimate(score, score, score),
+            )
 
 
-def _size(model: Model, rows: Mapping[str, str]) -> str | None:
+def _size(model: ReportedModel, rows: Mapping[str, str]) -> str | None:
     """Return the paper's heading for models of this size, from the model's own row or its backbone's."""
     of_tables = [row for number in reversed(MODELS) for row in TABLES[number].rows]
     return next(
@@ -138,18 +144,18 @@ def _size(model: Model, rows: Mapping[str, str]) -> str | None:
     )
 
 
-def _x100(cell: Cell) -> Estimate:
+def _x100(cell: Cell) -> IntervalEstimate:
     mean = cell.compared.mean
-    return Estimate(100 * mean.value, 100 * mean.low, 100 * mean.high)
+    return IntervalEstimate(100 * mean.value, 100 * mean.low, 100 * mean.high)
 
 
-def _chart(benchmark: str, score: str, found: Sequence[Measured], paper: bool) -> Chart:
-    groups: dict[str, list[Measured]] = {model.group: [] for model in found}
-    for model in sorted(found, key=lambda model: -model.p_mrr.value):
+def _chart(benchmark: str, score: str, charted: Sequence[ChartedModel], paper: bool) -> Chart:
+    groups: dict[str, list[ChartedModel]] = {model.group: [] for model in charted}
+    for model in sorted(charted, key=lambda model: -model.p_mrr.value):
         groups[model.group].append(model)
-    scales = _scale(model.p_mrr for model in found), _scale(model.score for model in found)
+    scales = _scale(model.p_mrr for model in charted), _scale(model.score for model in charted)
     return Chart(benchmark, score.removeprefix("average "), groups, scales, paper)
 
 
-def _scale(estimates: Iterable[Estimate]) -> Scale:
+def _scale(estimates: Iterable[IntervalEstimate]) -> Scale:
     return Scale.enclosing([0.0, *(end for estimate in estimates for end in (estimate.low, estimate.high))])

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from infembed_ray.evaluation.tasks.registry import BENCHMARKS
+from infembed_ray.evaluation.tasks.catalogue import BENCHMARKS
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,14 @@ import numpy as np
 
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import costs, tables
-from infembed_ray.evaluation.paper.collection import BASE, PER_SEED, Collection, Model
+from infembed_ray.evaluation import tables
+from infembed_ray.evaluation.paper.collection import BASE, PER_SEED, CombinedResults, ReportedModel
 from infembed_ray.evaluation.paper.published import COLUMNS, TABLES, PaperTable, Row
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.scoring import Scores
 from infembed_ray.evaluation.significance import Stratum, compare
 from infembed_ray.evaluation.tables import Cell, Column
-from infembed_ray.evaluation.tasks.registry import MODE
-from infembed_ray.reporting import charts
+from infembed_ray.evaluation.tasks.catalogue import MODE
 
 _DECIMALS = {"2": 1, "3": 2, "4": 2, "5": 1, "6": 2}
 """Decimals of each table in the paper."""
@@ -118,14 +117,14 @@ class Sheet:
         return [f"{row}, {', '.join(columns)}: {remark}" for (row, remark), columns in places.items()]
 
 
-def ours(collection: Collection) -> list[Sheet]:
+def ours(collection: CombinedResults) -> list[Sheet]:
     """Make one table per benchmark, with all models that were evaluated on it; a sweep's models are grouped by backbone."""
     sheets = []
     for benchmark, columns in tables.columns(collection.results).items():
-        found = [collection.cells(column) for column in columns]
-        there = [model for model in collection.models.values() if any(model.key in of_column for of_column in found)]
+        cells_of = [collection.cells(column) for column in columns]
+        there = [model for model in collection.models.values() if any(model.key in of_column for of_column in cells_of)]
         lines = [
-            Line(model.shown, True, model.backbone or "", tuple(_numbers(model, columns, found)), len(model.runs))
+            Line(model.shown, True, model.backbone or "", tuple(_numbers(model, columns, cells_of)), len(model.runs))
             for backbone in dict.fromkeys(model.backbone for model in there)
             for model in there
             if model.backbone == backbone
@@ -134,13 +133,13 @@ def ours(collection: Collection) -> list[Sheet]:
     return sheets
 
 
-def obedience(collection: Collection) -> list[Sheet]:
+def obedience(collection: CombinedResults) -> list[Sheet]:
     """Make one table per task with controls: each model under every condition, then BM25 and a constant scorer."""
-    found, sheets = collection.results, []
-    for task, summary in found.tasks.items():
+    results, sheets = collection.results, []
+    for task, summary in results.tasks.items():
         asked = {
             (label, condition): scores
-            for label, of_tasks in found.obedience.items()
+            for label, of_tasks in results.obedience.items()
             for condition, scores in of_tasks.get(task, {}).items()
         }
         figures = list(dict.fromkeys(figure for scores in asked.values() for figure in scores))
@@ -156,22 +155,6 @@ def obedience(collection: Collection) -> list[Sheet]:
     return sheets
 
 
-def speed(collection: Collection) -> list[Sheet]:
-    """Make the table of what the models cost, if it was measured."""
-    found = collection.results.costs
-    lines = [
-        Line(
-            collection.models[key].shown,
-            True,
-            "",
-            tuple(Number(charts.number(of_model[name])) if name in of_model else None for name in costs.FIGURES),
-        )
-        for key, of_model in found.items()
-    ]
-    headings = tuple(("", name) for name in costs.FIGURES)
-    return [Sheet("Speed and cost", "", "model", headings, tuple(lines), costs.MEANING)] if lines else []
-
-
 def _controls(
     figure: str, asked: Mapping[tuple[str, str], Scores], groups: Mapping[str, str]
 ) -> dict[tuple[str, str], Number]:
@@ -181,17 +164,17 @@ def _controls(
         if figure in scores:
             of_queries.setdefault(tuple(sorted(scores[figure])), []).append(label)
     shown = Column(figure, (), 100, 1).number
-    found = {}
+    number_of = {}
     for queries, labels in of_queries.items():
         table = np.array([[asked[label][figure][query] for label in labels] for query in queries])
         compared = compare([Stratum.from_values(table, [groups.get(query, query) for query in queries])])
         for label, cell in zip(labels, compared, strict=True):
             mean = cell.mean
-            found[label] = Number(shown(mean.value), shown(mean.low), shown(mean.high))
-    return found
+            number_of[label] = Number(shown(mean.value), shown(mean.low), shown(mean.high))
+    return number_of
 
 
-def papers(collection: Collection, rows: Mapping[str, str]) -> list[Sheet]:
+def papers(collection: CombinedResults, rows: Mapping[str, str]) -> list[Sheet]:
     """Make Tables 2 to 6 of the paper, with our results below their rows; Table 6 is one table per backbone.
 
     Args:
@@ -201,17 +184,17 @@ def papers(collection: Collection, rows: Mapping[str, str]) -> list[Sheet]:
     Raises:
         InputError: a model or a row is unknown.
     """
-    named = {row.name for number in MODELS for row in TABLES[number].rows}
-    known = {model.label for model in collection.models.values()} | set(collection.models)
+    row_names = {row.name for number in MODELS for row in TABLES[number].rows}
+    labels = {model.label for model in collection.models.values()} | set(collection.models)
     for label, row in rows.items():
-        if label not in known:
-            raise InputError(f"rows.{label}: no model has this name; {nearest(label, known)}")
-        if row not in named:
-            raise InputError(f"rows.{label}={row}: no row of Tables 2 and 5 has this name; {nearest(row, named)}")
+        if label not in labels:
+            raise InputError(f"rows.{label}: no model has this name; {nearest(label, labels)}")
+        if row not in row_names:
+            raise InputError(f"rows.{label}={row}: no row of Tables 2 and 5 has this name; {nearest(row, row_names)}")
     return [sheet for number in TABLES for sheet in _paper_sheets(number, collection, rows)]
 
 
-def stands_for(model: Model, row: str, rows: Mapping[str, str]) -> bool:
+def stands_for(model: ReportedModel, row: str, rows: Mapping[str, str]) -> bool:
     """Whether a row of Tables 2 and 5 is about the model: by `rows`, by its label, or by the baseline that it is."""
     given = rows.get(model.key, rows.get(model.label))
     if given is not None:
@@ -222,20 +205,20 @@ def stands_for(model: Model, row: str, rows: Mapping[str, str]) -> bool:
     return plain(row) in map(plain, names)
 
 
-def _is(model: Model, entry: baselines.Baseline) -> bool:
+def _is(model: ReportedModel, entry: baselines.Baseline) -> bool:
     """Whether the model is this baseline, with the same weights, prompts, pooling and lengths."""
     about, settings = model.about, entry.settings.model_dump(mode="json", exclude_defaults=True)
     compared = type(entry.settings).model_fields.keys() - {"dtype", "api", *PER_SEED}
     return about["model"][0] == settings.get("model") and all(about.get(n) == settings.get(n) for n in compared)
 
 
-def _paper_sheets(number: str, collection: Collection, rows: Mapping[str, str]) -> Iterator[Sheet]:
+def _paper_sheets(number: str, collection: CombinedResults, rows: Mapping[str, str]) -> Iterator[Sheet]:
     table = TABLES[number]
     columns = [Column(name, _measured(collection, COLUMNS[name]), 100, _DECIMALS[number]) for name in table.columns]
-    found = [collection.cells(column) for column in columns]
-    there = [model for model in collection.models.values() if any(model.key in of_column for of_column in found)]
+    cells_of = [collection.cells(column) for column in columns]
+    there = [model for model in collection.models.values() if any(model.key in of_column for of_column in cells_of)]
 
-    def matching(row: Row, backbone: str | None) -> list[Model]:
+    def matching(row: Row, backbone: str | None) -> list[ReportedModel]:
         if number in MODELS:
             return [model for model in there if stands_for(model, row.name, rows)]
         of_row = [model for model in there if plain(model.label) == plain(row.name)]
@@ -251,17 +234,17 @@ def _paper_sheets(number: str, collection: Collection, rows: Mapping[str, str]) 
         of_backbones = [matching(row, backbone) for backbone in backbones]
         for at in range(max(map(len, of_backbones))):
             models = [of_one[at] if at < len(of_one) else None for of_one in of_backbones]
-            numbers = [n for model in models for n in _numbers(model, columns, found)]
-            named = [model for model in models if model is not None]
-            label = named[0].key if len(backbones) == 1 else row.name
-            yield Line(label, True, row.section, tuple(numbers), max(len(model.runs) for model in named))
+            numbers = [n for model in models for n in _numbers(model, columns, cells_of)]
+            present = [model for model in models if model is not None]
+            label = present[0].key if len(backbones) == 1 else row.name
+            yield Line(label, True, row.section, tuple(numbers), max(len(model.runs) for model in present))
 
     if not table.backbones:
         parts: list[tuple[str, list[str | None]]] = [(f"Table {number}", [None])]
     else:
         extra = [model.backbone for model in there if model.backbone is not None]
-        known = {plain(backbone) for backbone in table.backbones}
-        backbones = list(dict.fromkeys([*table.backbones, *(b for b in extra if plain(b) not in known)]))
+        printed_backbones = {plain(backbone) for backbone in table.backbones}
+        backbones = list(dict.fromkeys([*table.backbones, *(b for b in extra if plain(b) not in printed_backbones)]))
         if number == "3":
             parts = [("Table 3", [*backbones])]
         else:
@@ -275,7 +258,7 @@ def _paper_sheets(number: str, collection: Collection, rows: Mapping[str, str]) 
         yield Sheet(name, table.title, table.of, headings, tuple(found_lines))
 
 
-def _measured(collection: Collection, parts: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+def _measured(collection: CombinedResults, parts: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
     """Return the tasks that stand for those of the paper: under its own protocol, if they were evaluated so."""
     as_paper = tuple((f"{task}{AS_PAPER}", figure) for task, figure in parts)
     return as_paper if all(task in collection.results.tasks for task, _ in as_paper) else parts
@@ -294,13 +277,13 @@ def _of_paper(table: PaperTable, row: Row, backbone: str | None, decimals: int) 
 
 
 def _numbers(
-    model: Model | None, columns: Sequence[Column], found: Sequence[Mapping[str, Cell]]
+    model: ReportedModel | None, columns: Sequence[Column], cells_of: Sequence[Mapping[str, Cell]]
 ) -> list[Number | None]:
     return [
         None
         if model is None or model.key not in of_column
         else Number.from_cell(column, of_column[model.key], model.spread(column))
-        for column, of_column in zip(columns, found, strict=True)
+        for column, of_column in zip(columns, cells_of, strict=True)
     ]
 
 

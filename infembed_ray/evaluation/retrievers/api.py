@@ -10,7 +10,6 @@ import asyncio
 import base64
 import itertools
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from infembed_ray.config.evaluation import ApiSettings
+from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.llm import budget, prices
-from infembed_ray.llm.chat import Completion, Request, RowFailure, RunFailure, replace_surrogates
+from infembed_ray.llm.chat import PROBE, Completion, Request, RowFailure, RunFailure, replace_surrogates
 from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.endpoint import Unanswered, WireFormat, token_counts
 from infembed_ray.llm.journal import Journal
@@ -33,8 +32,10 @@ from infembed_ray.modeling.formats import passage_text, query_text
 from infembed_ray.modeling.tokenizer import Side
 from infembed_ray.storage.steps import local_path, require_writable
 
-COHERE_TEXTS = 96
-"""Maximum texts of a request to Cohere."""
+TEXTS = 32
+"""Texts per request; Cohere accepts 96."""
+IN_FLIGHT = 16
+"""Requests in flight, if the limits do not say."""
 BLANK = "."
 """Stands in for an empty text, which the APIs reject."""
 
@@ -53,7 +54,7 @@ class ApiEncoder:
         InputError: the journal is missing or cannot be written, or the budget cannot be kept.
     """
 
-    def __init__(self, settings: ApiSettings, identity: str) -> None:
+    def __init__(self, settings: RetrieverSettings, identity: str) -> None:
         require_usable(settings)
         api = settings.api
         assert api.journal is not None
@@ -61,8 +62,6 @@ class ApiEncoder:
         self._settings = settings
         directory = local_path(api.journal, "api.journal")
         require_writable(directory, "api.journal")
-        self.usd = 0.0
-        """What this process has paid; NaN if the price of the model is unknown."""
         self._prices = prices.load(api.prices)
         self._journal = Journal(directory)
         spent_usd = 0.0 if api.limits.budget_usd is None else budget.spent_usd(directory, self._prices)
@@ -99,9 +98,9 @@ class ApiEncoder:
         return stacked / np.linalg.norm(stacked, axis=-1, keepdims=True).clip(min=1e-12)
 
     def _embedding(self, request: _EmbedRequest) -> np.ndarray:
-        known = self._journal.get(request.key)
-        assert known is not None
-        return _decoded(known.text)
+        journaled = self._journal.get(request.key)
+        assert journaled is not None
+        return _decoded(journaled.text)
 
     def _request(self, text: str, side: Side) -> _EmbedRequest:
         """Make the request for one text; its key names the embedding in the journal."""
@@ -122,12 +121,12 @@ class ApiEncoder:
         async def exchange(report: LeaseReport) -> Grant:
             return self._ledger.exchange(report)
 
-        gate = RateLimiter(api.limits, min(api.limits.in_flight or api.in_flight, api.in_flight), exchange)
-        wire = WireFormat(_PATHS[api.protocol], partial(embeddings_of, api.protocol), worst_case)
+        gate = RateLimiter(api.limits, api.limits.in_flight or IN_FLIGHT, exchange)
+        wire = WireFormat(_PATHS[api.protocol], partial(embeddings_of, api.protocol), worst_case, _short_request)
         client = ChatClient([api.endpoint], self._journal, gate, self._prices, wire)
         tasks = [
-            asyncio.create_task(self._fetch_batch(client, requests[start : start + api.texts_per_request]))
-            for start in range(0, len(requests), api.texts_per_request)
+            asyncio.create_task(self._fetch_batch(client, requests[start : start + TEXTS]))
+            for start in range(0, len(requests), TEXTS)
         ]
         try:
             await asyncio.gather(*tasks)
@@ -150,15 +149,13 @@ class ApiEncoder:
                 raise
             if len(requests) == 1:
                 raise RowFailure(
-                    f"the endpoint refuses the text {requests[0].texts[0][:60]!r} ({failure}); lower api.max_characters if "
-                    "it is too long for the model"
+                    f"the endpoint refuses the text {requests[0].texts[0][:60]!r} ({failure}); lower api.max_characters if it "
+                    "is too long for the model"
                 ) from failure
             half = len(requests) // 2
             await self._fetch_batch(client, requests[:half])
             await self._fetch_batch(client, requests[half:])
             return
-        usd = self._prices.usd(self._settings.model, answer)
-        self.usd += math.nan if usd is None else usd
         embeddings: list[str] = json.loads(answer.text)
         if len(embeddings) != len(requests):
             raise RowFailure(f"{len(embeddings)} embeddings for {len(requests)} texts; is this an embeddings endpoint?")
@@ -176,7 +173,7 @@ class ApiEncoder:
             raise RowFailure(f"the embedding of {text[:60]!r} is not finite; check the endpoint")
 
 
-def require_usable(settings: ApiSettings, where: str = "model") -> None:
+def require_usable(settings: RetrieverSettings, where: str = "model") -> None:
     """Check that the settings of an API are complete.
 
     Raises:
@@ -189,8 +186,6 @@ def require_usable(settings: ApiSettings, where: str = "model") -> None:
         )
     if api.journal is None:
         raise InputError(f"{where}.api.journal is missing: give a directory for the embeddings that you pay for")
-    if api.protocol == "cohere" and api.texts_per_request > COHERE_TEXTS:
-        raise InputError(f"{where}.api.texts_per_request={api.texts_per_request}: Cohere takes at most {COHERE_TEXTS}")
     if api.limits.budget_usd is not None and prices.load(api.prices).price(settings.model) is None:
         raise InputError(
             f"{where}.api.limits.budget_usd={api.limits.budget_usd:g}: the price of model={settings.model} is unknown; give "
@@ -223,6 +218,11 @@ def worst_case(request: Request, table: PriceTable) -> Amounts:
     tokens = sum(len(text.encode()) + 2 for text in request.texts)
     usd = table.usd(request.model, Completion("", "", "", tokens, 0))
     return {REQUESTS: 1, TOKENS: tokens, USD: float("inf") if usd is None else usd}
+
+
+def _short_request(request: Request) -> Request:
+    assert isinstance(request, _EmbedRequest)
+    return replace(request.with_texts([BLANK]), step=PROBE)
 
 
 def embeddings_of(protocol: str, body: bytes) -> Completion:

@@ -19,16 +19,7 @@ from typing import Any
 import yaml
 
 from infembed_ray.config.base import nearest
-from infembed_ray.config.evaluation import (
-    ApiSettings,
-    BaselineSettings,
-    Bm25Settings,
-    EncoderSettings,
-    RetrieverSettings,
-    RunSettings,
-    SentenceTransformersSettings,
-    retriever_settings,
-)
+from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.config.training import Template
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import runs
@@ -74,7 +65,7 @@ class Baseline:
     @cached_property
     def settings(self) -> RetrieverSettings:
         """Its settings, validated."""
-        return _typed(self.values, f"{FILE.name}: {self.name}").model_copy(update={"baseline": self.name})
+        return _validated(self.values, self.name, f"{FILE.name}: {self.name}.")
 
 
 @cache
@@ -92,7 +83,7 @@ def entries() -> Mapping[str, Baseline]:
 
 def resolve(
     label: str,
-    model: str | Mapping[str, Any] | BaselineSettings | RetrieverSettings,
+    model: str | Mapping[str, Any] | RetrieverSettings,
     template: Template | None = None,
     where: str | None = None,
 ) -> RetrieverSettings:
@@ -112,36 +103,33 @@ def resolve(
         if not _is_checkpoint(model):
             return _baseline(where, model, ()).settings
         model = {"model": model}
-    settings = retriever_settings(model, where) if isinstance(model, Mapping) else model
-    if isinstance(settings, BaselineSettings):
-        settings = _over_baseline(where, settings.model_dump(exclude_unset=True))
-    if isinstance(settings, EncoderSettings) and settings.template is None and settings.instructed_query is None:
+    settings = RetrieverSettings.from_mapping(dict(model), f"{where}.") if isinstance(model, Mapping) else model
+    if settings.baseline is not None:
+        settings = _over_baseline(where, settings.baseline, settings.model_dump(exclude_unset=True))
+    if settings.kind == "encoder" and settings.template is None and settings.instructed_query is None:
         settings = settings.model_copy(update={"template": template})
-    if isinstance(settings, ApiSettings):  # workers have other working directories
+    if settings.kind == "api":  # workers have other working directories
         files = {name: getattr(settings.api, name) for name in ("journal", "prices")}
         absolute = {name: str(steps.local_path(file, f"{where}.api.{name}")) for name, file in files.items() if file}
         return settings.model_copy(update={"api": settings.api.model_copy(update=absolute)})
-    if isinstance(settings, RunSettings):
+    if settings.kind == "run":
         return settings.model_copy(update={"runs": runs.absolute(settings.runs, where)})
-    found = {part: _absolute(name, f"{where}.{part}") for part, name, _ in _models(settings)}
-    return settings.model_copy(update=found)
+    places = {part: _absolute(name, f"{where}.{part}") for part, name, _ in _models(settings)}
+    return settings.model_copy(update=places)
 
 
-def _typed(values: Mapping[str, Any], where: str) -> RetrieverSettings:
-    settings = retriever_settings(values, where)
-    assert not isinstance(settings, BaselineSettings)
-    return settings
-
-
-def _over_baseline(where: str, given: Mapping[str, Any]) -> RetrieverSettings:
+def _over_baseline(where: str, name: str, given: Mapping[str, Any]) -> RetrieverSettings:
     """Merge given values over those of the baseline. Another model does not inherit the revision."""
-    name = given["baseline"]
     values = dict(_baseline(where, name, given).values)
     for model, revision in (("model", "revision"), ("adapter", "adapter_revision")):
         if model in given:
             values.pop(revision, None)
-    own = {key: value for key, value in given.items() if key != "baseline" and (key, value) != ("kind", None)}
-    return _typed(_merged(values, own), where).model_copy(update={"baseline": name})
+    return _validated(_merged(values, {key: v for key, v in given.items() if key != "baseline"}), name, f"{where}.")
+
+
+def _validated(values: Mapping[str, Any], baseline: str, where: str) -> RetrieverSettings:
+    """Check the values over a baseline together with its own; the result names the baseline."""
+    return RetrieverSettings.from_mapping(dict(values), where).model_copy(update={"baseline": baseline})
 
 
 def _merged(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,24 +181,24 @@ def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str,
         InputError: a directory is missing or holds no model, the hub has no such model, a package is missing, or the
             description of an API is incomplete.
     """
-    if isinstance(settings, SentenceTransformersSettings):
+    if settings.kind == "sentence_transformers":
         if importlib.util.find_spec("sentence_transformers") is None:
             raise InputError(
                 f"{where}={settings.baseline or settings.model}: needs the package sentence-transformers; "
                 "pip install 'infembed-ray[sentence-transformers]'"
             )
-    elif isinstance(settings, ApiSettings):
+    elif settings.kind == "api":
         from infembed_ray.evaluation.retrievers import api
 
         api.require_usable(settings, where)
-    elif isinstance(settings, Bm25Settings):
+    elif settings.kind == "bm25":
         from infembed_ray.evaluation.retrievers import bm25
 
         bm25.tokenizer(settings.bm25, where)
     paths, names = dict[str, Place](), {"retriever": json.dumps(settings.identity(), sort_keys=True)}
-    if isinstance(settings, ApiSettings):
+    if settings.kind == "api":
         return paths, names | {"model": settings.model}
-    if isinstance(settings, RunSettings):
+    if settings.kind == "run":
         return {f"runs.{number}": place_of(path) for number, path in enumerate(settings.runs)}, names
     for part, model, revision in _models(settings):
         place = place_of(model)
@@ -232,9 +220,8 @@ def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str,
 
 def _models(settings: RetrieverSettings) -> list[tuple[str, str, str | None]]:
     """Return (part, directory or hub name, revision) of a local retriever's weights."""
-    parts = (("model", "revision"), ("adapter", "adapter_revision"))
-    found = ((part, getattr(settings, part, None), getattr(settings, revision, None)) for part, revision in parts)
-    return [(part, model, revision) for part, model, revision in found if model is not None]
+    parts = [("model", settings.model, settings.revision), ("adapter", settings.adapter, settings.adapter_revision)]
+    return [(part, model, revision) for part, model, revision in parts if model]
 
 
 def identity(settings: RetrieverSettings) -> str:

@@ -8,7 +8,7 @@ import bm25s
 import numpy as np
 import pyarrow as pa
 
-from infembed_ray.config.evaluation import Bm25Settings
+from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.evaluation.metrics import Run
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.modeling.formats import query_text
@@ -23,7 +23,7 @@ class Bm25Ranker:
         identity: hash of all that decides its rankings.
     """
 
-    def __init__(self, settings: Bm25Settings, identity: str) -> None:
+    def __init__(self, settings: RetrieverSettings, identity: str) -> None:
         self.identity = identity
         self._settings = settings
 
@@ -32,7 +32,7 @@ class Bm25Ranker:
         bm25 = self._settings.bm25
         terms_of = tokenizer(bm25)
         corpus = list(terms_of.streaming_tokenize(_texts(task.corpus), allow_empty=False))
-        index = bm25s.BM25(k1=bm25.k1, b=bm25.b, method=bm25.variant)
+        index = bm25s.BM25(k1=bm25.k1, b=bm25.b)
         if vocabulary := terms_of.get_vocab_dict():  # bm25s cannot index texts without terms
             index.index((corpus, vocabulary), show_progress=False)
         ids = task.corpus["id"].to_pylist()

@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 
-from infembed_ray.config.evaluation import EncoderSettings, SentenceTransformersSettings
+from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks.task import Query
-from infembed_ray.modeling import adapters, checkpoint
+from infembed_ray.modeling import checkpoint, pretrained
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.formats import passage_text, query_format, query_text, split
 from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded
@@ -38,7 +37,7 @@ class CheckpointEncoder:
         InputError: the model cannot be loaded, or does not fit the settings.
     """
 
-    def __init__(self, settings: EncoderSettings, device: str, batch_tokens: int, identity: str) -> None:
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
         self.identity = identity
         self._settings = settings
         self._batch_tokens = batch_tokens
@@ -64,7 +63,7 @@ class CheckpointEncoder:
             )
         if settings.adapter is not None:
             adapter = checkpoint.at_revision(settings.adapter, settings.adapter_revision)
-            self.encoder.backbone = adapters.with_adapters(self.encoder.backbone, adapter)
+            self.encoder.backbone = pretrained.with_adapters(self.encoder.backbone, adapter)
         if formatted and self.encoder.interaction is not None:
             raise InputError(
                 f"model={settings.model}: reads instruction and query separately, so it cannot use formats; "
@@ -95,7 +94,7 @@ class CheckpointEncoder:
         tokens = self.encoder.tokenize_passages(inputs)
         if self._settings.pool_prompt or self._settings.passage is None:
             return self.encoder.embed(tokens, self._batch_tokens)
-        prompt, _ = split(self._settings.passage, "passage")
+        prompt, _ = split(self._settings.passage or "{passage}", "passage")
         return self._embed_without_prompts([prompt] * len(inputs), inputs, tokens, self.encoder.text.passage_length)
 
     @torch.inference_mode()
@@ -147,23 +146,18 @@ class SentenceTransformersEncoder:
         InputError: the model cannot be loaded, or only with code of its own.
     """
 
-    def __init__(self, settings: SentenceTransformersSettings, device: str, batch_tokens: int, identity: str) -> None:
-        from sentence_transformers import SentenceTransformer
-
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
         self.identity = identity
         self._settings = settings
         self._batch_tokens = batch_tokens
-        try:
-            self.model = SentenceTransformer(
-                settings.model,
-                revision=settings.revision,
-                device=device,
-                trust_remote_code=False,
-                truncate_dim=settings.dimensions,
-                model_kwargs={"dtype": getattr(torch, settings.dtype), "use_safetensors": True},
-            )
-        except (OSError, ValueError, ImportError, SafetensorError) as error:
-            raise checkpoint.unloadable(f"model={settings.model}", error) from error
+        self.model = pretrained.sentence_transformer(
+            settings.model,
+            f"model={settings.model}",
+            device,
+            getattr(torch, settings.dtype),
+            settings.revision,
+            truncate_dim=settings.dimensions,
+        )
         self.model.set_pooling_include_prompt(settings.pool_prompt)
         self._max_length = self.model.max_seq_length or 512
 
@@ -178,7 +172,7 @@ class SentenceTransformersEncoder:
 
     def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
         """Embed passages: (n, d) float32."""
-        prompt, rest = split(self._settings.passage, "passage")
+        prompt, rest = split(self._settings.passage or "{passage}", "passage")
         return self._encode([(prompt, text + rest) for text in texts], self._settings.passage_length)
 
     def _encode(self, inputs: Sequence[tuple[str, str]], length: int | None) -> np.ndarray:

@@ -12,7 +12,7 @@ from infembed_ray.evaluation.tasks.task import Query, Task
 
 
 @runtime_checkable
-class Encoder(Protocol):
+class TextEncoder(Protocol):
     """Embeds queries and passages; documents are ranked by inner product."""
 
     identity: str
@@ -28,7 +28,7 @@ class Encoder(Protocol):
 
 
 @runtime_checkable
-class Reranker(Protocol):
+class PairReranker(Protocol):
     """Scores pairs of a query and a passage, which it reads together."""
 
     identity: str
@@ -51,4 +51,4 @@ class Ranker(Protocol):
         ...
 
 
-Retriever = Encoder | Reranker | Ranker
+Retriever = TextEncoder | PairReranker | Ranker

@@ -12,10 +12,10 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 
-from infembed_ray.config.evaluation import RunSettings
+from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Run, ranks
-from infembed_ray.evaluation.tasks import trec
+from infembed_ray.evaluation.tasks.layouts import words as words_of
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.storage.object_store import is_uri
 from infembed_ray.storage.places import Place, place_of
@@ -42,7 +42,7 @@ class RunRanker:
         identity: hash of the contents of the runs.
     """
 
-    def __init__(self, settings: RunSettings, identity: str) -> None:
+    def __init__(self, settings: RetrieverSettings, identity: str) -> None:
         self.identity = identity
         self._paths = settings.runs
 
@@ -52,19 +52,19 @@ class RunRanker:
         Raises:
             InputError: a run is missing or damaged, or has none of the task's queries.
         """
-        known = {query.id for query in task.queries}
-        found: list[dict[str, dict[str, float]]] = []
+        ids = {query.id for query in task.queries}
+        given: list[dict[str, dict[str, float]]] = []
         for path in self._paths:
             file = _file_of(place_of(path), task.name)
             every = read(file, "runs")
-            own = {query: documents for query, documents in every.items() if query in known}
+            own = {query: documents for query, documents in every.items() if query in ids}
             if not own:
                 raise InputError(
                     f"runs={file}: has none of the queries of {task.name}, such as {task.queries[0].id}; its first is "
                     f"{next(iter(every))}; give the run of this task"
                 )
-            found.append({query: _allowed(task, query, documents) for query, documents in own.items()})
-        fused = found[0] if len(found) == 1 else fuse(found)
+            given.append({query: _allowed(task, query, documents) for query, documents in own.items()})
+        fused = given[0] if len(given) == 1 else fuse(given)
         return {query: {d: s[d] for d in list(ranks(s))[:depth]} for query, s in fused.items()}
 
 
@@ -100,8 +100,8 @@ def read(file: Place, name: str) -> dict[str, dict[str, float]]:
     Raises:
         InputError: a line is malformed, a score is not finite, a document occurs twice, or the file is empty.
     """
-    found: dict[str, dict[str, float]] = defaultdict(dict)
-    for number, words in trec.words(file, name):
+    run: dict[str, dict[str, float]] = defaultdict(dict)
+    for number, words in words_of(file, name):
         try:
             query, _, document, _, score, tag = words
             value = float(score)
@@ -109,13 +109,13 @@ def read(file: Place, name: str) -> dict[str, dict[str, float]]:
             raise InputError(f"{name}={file}: line {number} is not `{_COLUMNS}`; correct the line") from None
         if tag.startswith(_OURS):
             query, document = unquote(query), unquote(document)
-        if not math.isfinite(value) or document in found[query]:
+        if not math.isfinite(value) or document in run[query]:
             fault = "occurs twice" if math.isfinite(value) else f"has the score {score}"
             raise InputError(f"{name}={file}: line {number}: document {document} of query {query} {fault}; correct it")
-        found[query][document] = value
-    if not found:
+        run[query][document] = value
+    if not run:
         raise InputError(f"{name}={file}: is empty; give a run with lines of `{_COLUMNS}`")
-    return dict(found)
+    return dict(run)
 
 
 def file_name(name: str) -> str:
@@ -153,7 +153,7 @@ def _lines(run: Run, tag: str) -> Iterator[str]:
 
 def _escaped(name: str) -> str:
     """Percent-encode whitespace, and the percent sign so that it can be undone."""
-    return _UNSAFE.sub(lambda found: quote(found[0]), name)
+    return _UNSAFE.sub(lambda unsafe: quote(unsafe[0]), name)
 
 
 def absolute(paths: Iterable[str], where: str) -> tuple[str, ...]:

@@ -45,8 +45,8 @@ def checked(task: Task) -> Task:
             document is excluded or empty.
     """
     where = f"tasks={task.name}"
-    known = _unique_queries(task)
-    if unknown := [query for query in task.qrels if query not in known]:
+    queries = _unique_queries(task)
+    if unknown := [query for query in task.qrels if query not in queries]:
         raise InputError(f"{where}: qrels name {_some('query', unknown)}, not in queries; drop these judgements")
     if unjudged := [query.id for query in task.queries if not task.qrels.get(query.id)]:
         raise InputError(f"{where}: {_some('query', unjudged)} without judgements; judge or drop it")
@@ -54,7 +54,7 @@ def checked(task: Task) -> Task:
     if candidates is not None and (without := [q.id for q in task.queries if not candidates.get(q.id)]):
         raise InputError(f"{where}: {_some('query', without)} without candidates; give some or drop it")
     for change in task.changes:
-        if absent := [query for query in (change.original, change.changed) if query not in known]:
+        if absent := [query for query in (change.original, change.changed) if query not in queries]:
             raise InputError(f"{where}: the changed judgements need {_some('query', absent)}, not in queries")
     _known_documents(task)
     for query, excluded in task.excluded.items():
@@ -70,9 +70,9 @@ def checked(task: Task) -> Task:
 def _unique_queries(task: Task) -> set[str]:
     if not task.queries:
         raise InputError(f"tasks={task.name}: no queries; give at least one")
-    known: set[str] = set()
+    queries: set[str] = set()
     for query in task.queries:
-        if query.id in known:
+        if query.id in queries:
             raise InputError(f"tasks={task.name}: two queries have the id {query.id}; rename one")
         if not query.query.strip():
             raise InputError(f"tasks={task.name}: query {query.id} is empty; write it or drop it")
@@ -80,14 +80,14 @@ def _unique_queries(task: Task) -> set[str]:
             raise InputError(
                 f"tasks={task.name}: query {query.id} has the instruction {query.instruction!r:.60}; write it as text"
             )
-        known.add(query.id)
-    return known
+        queries.add(query.id)
+    return queries
 
 
 def _known_documents(task: Task) -> None:
     ids = task.corpus["id"]
-    for field, named in _named(task):
-        documents = pa.array(named, pa.string()).unique()
+    for field, ids_named in _named(task):
+        documents = pa.array(ids_named, pa.string()).unique()
         present = ids.filter(pc.is_in(ids, value_set=documents))  # the reverse would build a table of all ids
         if unknown := documents.filter(pc.invert(pc.is_in(documents, value_set=present))).to_pylist():
             raise InputError(

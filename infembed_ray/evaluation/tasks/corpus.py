@@ -63,9 +63,9 @@ def directory() -> Path:
 
 def name_of(corpus: pa.Table) -> str:
     """Return the name of a corpus's file: a hash of its contents, which a corpus from `mapped` knows."""
-    known = (corpus.schema.metadata or {}).get(_NAME)
-    if known is not None:
-        return str(known.decode())
+    name = (corpus.schema.metadata or {}).get(_NAME)
+    if name is not None:
+        return str(name.decode())
     texts = (text for batch in batches(corpus) for column in batch.columns for text in column.to_pylist())
     return f"{digest(texts)}.arrow"
 

@@ -1,4 +1,4 @@
-"""Dataset repositories of the Hugging Face hub in a mirror, `<mirror>/<owner>/<name>`.
+"""Dataset repositories of the Hugging Face hub, as `hf download` writes them, and directories in the same layout.
 
 The dataset card (`README.md`) lists configurations, splits and files. Files are found by that list alone, as
 `datasets.load_dataset(path, config, split)` finds them.
@@ -6,71 +6,78 @@ The dataset card (`README.md`) lists configurations, splits and files. Files are
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.records.tables import FORMATS, hidden, raw_rows
 from infembed_ray.storage.places import Place, listing, read_text
 
 CARD = "README.md"
-MANIFEST = "mirror.json"
-"""File at the root of a mirror: the commit of each repository, and the size and SHA-256 of each file."""
-FORMAT = 1
-"""Version of the manifest."""
+_METADATA = f".cache/huggingface/download/{CARD}.metadata"
+"""File that `hf download --local-dir` writes; its first line is the commit."""
+_SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.)")
 
 Configs = Mapping[str, Mapping[str, Sequence[str]]]
 """Configuration -> split -> patterns of its files."""
-
-NOT_FETCHED: Mapping[str, Any] = {"revision": None, "files": {}}
-"""Entry of the manifest for a repository that is not in it."""
+Part = tuple[str, str | None]
+"""A configuration of a repository and one of its splits; None: all splits."""
 
 
 class Repository:
-    """One repository of a mirror, as a task reads it.
+    """A repository, as a task reads it.
 
     Args:
-        root: directory of the mirror, or its folder in an object store.
+        path: its directory, or its folder in an object store.
         name: `<owner>/<name>`.
         task: name of the task, for error messages.
+        revision: the commit that it must have; None: any.
+        parts: what the task reads of it; empty: everything.
     """
 
-    def __init__(self, root: Place, name: str, task: str) -> None:
-        self.root = root
+    def __init__(
+        self, path: Place, name: str, task: str, revision: str | None = None, parts: Sequence[Part] = ()
+    ) -> None:
+        self.path = path
         self.name = name
         self.task = task
-        self.path = root / name
-        self.remedy = f"fetch it on a machine with internet: infembed data fetch {root} {task}"
+        self.revision = revision
+        self.remedy = f"run `{download_command(name, path, revision, parts)}`"
 
     @cached_property
-    def recorded(self) -> Mapping[str, Any]:
-        """Its part of the manifest: `revision`, and `files` with `size` and `sha256`."""
-        found: Mapping[str, Any] = manifest(self.root).get(self.name, NOT_FETCHED)
-        return found
+    def commit(self) -> str | None:
+        """Its commit, as the hub's client recorded it; None: unknown."""
+        if self.path.parent.name == "snapshots":  # in the client's cache
+            return self.path.name
+        metadata = read_text(self.path / _METADATA)
+        return metadata.split("\n")[0] if metadata else None
 
     @cached_property
     def configs(self) -> Configs:
         """The configurations on its card.
 
         Raises:
-            InputError: it is not in the mirror.
+            InputError: it is missing, or at another commit.
         """
         card = read_text(self.path / CARD)
         if card is None:
-            raise InputError(f"tasks={self.task}: data={self.root} has no {self.name}/{CARD}; {self.remedy}")
+            raise InputError(f"tasks={self.task}: no {self.path / CARD}; {self.remedy}")
+        if self.revision and self.commit not in (None, self.revision):
+            raise InputError(
+                f"tasks={self.task}: {self.path} is at commit {self.commit}, not {self.revision}; {self.remedy}"
+            )
         return configs(card, f"tasks={self.task}: {self.path / CARD}")
 
     @cached_property
-    def _sizes(self) -> Mapping[str, int]:
-        """The files that it has, with their sizes."""
-        return listing(self.path)
+    def _names(self) -> list[str]:
+        """The files that it has."""
+        return [name for name in listing(self.path) if not hidden(PurePosixPath(name))]
 
     def splits(self, config: str) -> Sequence[str]:
         """Return the splits of a configuration.
@@ -88,10 +95,8 @@ class Repository:
     def files(self, config: str, split: str | None = None) -> list[Place]:
         """Return the files of a split. A configuration's only split need not be named.
 
-        In a mirror with a manifest, the files are those that it lists, so an incomplete corpus is never read.
-
         Raises:
-            InputError: there is no such configuration or split; a file is missing or has another size than when fetched.
+            InputError: there is no such configuration or split, or files are missing, so that a corpus is never read in part.
         """
         splits = self.splits(config)
         if split is None or split not in splits:
@@ -101,16 +106,15 @@ class Repository:
                     f"not {split}; is it the published data set?"
                 )
             split = splits[0]
-        recorded = self.recorded["files"]
-        visible = (name for name in self._sizes if not hidden(PurePosixPath(name)))
-        names = matching(self.configs[config][split], recorded or visible)
+        names = matching(self.configs[config][split], self._names)
         if not names:
             raise InputError(f"tasks={self.task}: no file of {config}/{split} in {self.path}; {self.remedy}")
-        for name in recorded and names:
-            size = self._sizes.get(name)
-            if size != recorded[name]["size"]:
-                fault = "is missing" if size is None else f"has {size} bytes, not {recorded[name]['size']}"
-                raise InputError(f"tasks={self.task}: {self.path / name} {fault}; {self.remedy}")
+        shards = [shard for name in names if (shard := _SHARD.search(name))]
+        if shards and len(shards) < int(shards[0][2]):
+            raise InputError(
+                f"tasks={self.task}: {self.path} has {len(shards)} of the {int(shards[0][2])} files of {config}/{split}; "
+                f"{self.remedy}"
+            )
         return [self.path / name for name in names]
 
     def rows(
@@ -125,13 +129,13 @@ class Repository:
         Raises:
             InputError: a query has two rows; or as `rows`.
         """
-        found: dict[str, dict[str, Any]] = {}
+        row_of: dict[str, dict[str, Any]] = {}
         for row in self.rows(config, None, ("query-id", *columns), lists):
             query = str(row["query-id"])
-            if query in found:
+            if query in row_of:
                 raise InputError(f"tasks={self.task}: query {query} has two rows in `{config}`; keep one")
-            found[query] = row
-        return found
+            row_of[query] = row
+        return row_of
 
 
 class Directory(Repository):
@@ -142,7 +146,7 @@ class Directory(Repository):
     """
 
     def __init__(self, path: Place, task: str) -> None:
-        super().__init__(path.parent, path.name, task)
+        super().__init__(path, path.name, task)
         self.remedy = "add it"
 
     @cached_property
@@ -150,12 +154,12 @@ class Directory(Repository):
         card = read_text(self.path / CARD)
         if card is not None and "\nconfigs:" in card:
             return configs(card, f"tasks={self.task}: {self.path / CARD}")
-        found: dict[str, dict[str, list[str]]] = {}
-        for name in map(PurePosixPath, self._sizes):
-            if name.suffix in FORMATS and len(name.parts) <= 2 and not hidden(name):
+        files_of: dict[str, dict[str, list[str]]] = {}
+        for name in map(PurePosixPath, self._names):
+            if name.suffix in FORMATS and len(name.parts) <= 2:
                 split = re.sub(r"-\d{5}-of-\d{5}$", "", name.stem)
-                found.setdefault(PurePosixPath(name.parts[0]).stem, {}).setdefault(split, []).append(str(name))
-        return found
+                files_of.setdefault(PurePosixPath(name.parts[0]).stem, {}).setdefault(split, []).append(str(name))
+        return files_of
 
     def splits(self, config: str) -> Sequence[str]:
         if config not in self.configs:
@@ -187,38 +191,55 @@ def rows(
     for file in files:
         for number, values in enumerate(raw_rows(file, f"tasks={task}: file"), start=1):
             for column in (*columns, *lists):
-                found = next((name for name in column.split("|") if values.get(name) is not None), None)
-                if found is None:
+                present = next((name for name in column.split("|") if values.get(name) is not None), None)
+                if present is None:
                     fault = f"is missing or null (found: {', '.join(values)}); give it, or drop the row"
-                elif isinstance(values[found], list) != (column in lists) or isinstance(values[found], dict):
+                elif isinstance(values[present], list) != (column in lists) or isinstance(values[present], dict):
                     wanted = "a list" if column in lists else "a single value"
-                    fault = f"holds {repr(values[found])[:60]}; give {wanted}"
+                    fault = f"holds {repr(values[present])[:60]}; give {wanted}"
                 else:
-                    values[column] = values[found]
+                    values[column] = values[present]
                     continue
                 raise InputError(f"tasks={task}: {file}: row {number}: column {column.replace('|', ' or ')} {fault}")
             yield values
 
 
-def manifest(root: Place) -> dict[str, Any]:
-    """Read a mirror's manifest: repository -> `revision` and `files`; empty if there is none.
+def downloaded(name: str, task: str, revision: str | None = None, parts: Sequence[Part] = ()) -> Repository:
+    """Return a repository in the cache of the hub's client, which downloads the files that the task reads and that are missing.
 
     Raises:
-        InputError: the manifest is damaged or of another format.
+        InputError: the hub does not provide it.
     """
-    text = read_text(root / MANIFEST)
-    if text is None:
-        return {}
+    from huggingface_hub import hf_hub_download, snapshot_download  # takes half a second
+    from huggingface_hub.errors import HTTPError
+
     try:
-        values = json.loads(text)
-        if values["format"] != FORMAT:
-            raise InputError(
-                f"data={root}: {MANIFEST} has format {values['format']}, not {FORMAT}; delete it and fetch again"
-            )
-        repositories: dict[str, Any] = values["repositories"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise InputError(f"data={root}: {MANIFEST} is damaged ({error}); delete it and fetch again") from error
-    return repositories
+        card_file = hf_hub_download(name, CARD, repo_type="dataset", revision=revision)
+        card = configs(Path(card_file).read_text("utf-8"), f"tasks={task}: {name}/{CARD}")
+        splits = [card.get(config, {}) for config, _ in parts or [(config, None) for config in card]]
+        wanted = {split for _, split in parts} - {None}
+        patterns = [p for of in splits for split, files in of.items() if not wanted or split in wanted for p in files]
+        path = Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=[CARD, *patterns]))
+    except (OSError, HTTPError) as error:
+        raise InputError(
+            f"tasks={task}: data is not set, and {name} cannot be downloaded ({in_one_line(error)[:300]}); on a machine "
+            f"with internet run `{download_command(name, Path('DIR', name), revision, parts)}`, copy DIR, and set data=DIR"
+        ) from error
+    return Repository(path, name, task, revision, parts)
+
+
+def download_command(name: str, directory: Place, revision: str | None, parts: Sequence[Part]) -> str:
+    """Return the command that downloads a repository, or what a task reads of it, to a directory."""
+    words = ["hf download", name, "--repo-type dataset", *([f"--revision {revision}"] if revision else [])]
+    included = dict.fromkeys(f"'*{split or config}*'" for config, split in parts)
+    words += [f"--include {CARD}", *(f"--include {pattern}" for pattern in included)] if included else []
+    return " ".join([*words, f"--local-dir {directory}"])
+
+
+def has_corpus(directory: Place) -> bool:
+    """Whether a directory holds a collection: a corpus, or a dataset card that names one."""
+    local = isinstance(directory, Path) and (directory / "corpus").is_dir()
+    return local or any((directory / name).is_file() for name in (CARD, *(f"corpus{suffix}" for suffix in FORMATS)))
 
 
 def configs(card: str, where: str) -> Configs:
@@ -238,11 +259,11 @@ def configs(card: str, where: str) -> Configs:
 def _splits(data_files: Any) -> dict[str, list[str]]:
     """Normalize the forms that `datasets` accepts: a list of splits with paths, or paths alone, which are split `train`."""
     entries = data_files if isinstance(data_files, list) else [data_files]
-    found: dict[str, list[str]] = {}
+    patterns: dict[str, list[str]] = {}
     for entry in entries:
         split, paths = (entry["split"], entry["path"]) if isinstance(entry, Mapping) else ("train", entry)
-        found.setdefault(split, []).extend([paths] if isinstance(paths, str) else paths)
-    return found
+        patterns.setdefault(split, []).extend([paths] if isinstance(paths, str) else paths)
+    return patterns
 
 
 def matching(patterns: Iterable[str], names: Iterable[str]) -> list[str]:

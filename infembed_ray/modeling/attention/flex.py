@@ -10,12 +10,12 @@ Rows are extended to a power of two, so that few shapes are compiled; the additi
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -25,11 +25,6 @@ BLOCK = 128
 """Tokens of a side of a block, FlexAttention's default."""
 _SHAPES = 64
 """Limit of compiled shapes: widths are powers of two, each with and without gradient. The compiler's default is 8."""
-
-
-def available() -> bool:
-    """Return whether this version of torch can compile that many shapes."""
-    return "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
 @dataclass(frozen=True)
@@ -63,6 +58,7 @@ class FlexTreeAttention:
         tokens = query.shape[2]
         extended = (nn.functional.pad(states, (0, 0, 0, self.width - tokens)) for states in (query, key, value))
         grouped = query.shape[1] != key.shape[1]
+        _allow_shapes()
         attended = _kernel(query.device.type)(*extended, block_mask=self.mask, scale=scaling, enable_gqa=grouped)
         return cast(Tensor, attended)[:, :, :tokens].transpose(1, 2)
 
@@ -99,5 +95,14 @@ def _kernel(device: str) -> Callable[..., Any]:
     kernel: Callable[..., Any] = flex_attention
     if device == "cpu":
         return kernel
-    shapes: dict[str, Any] = {"recompile_limit": _SHAPES}  # torch's types lack it
-    return torch.compile(kernel, fullgraph=True, dynamic=False, **shapes)
+    return torch.compile(kernel, fullgraph=True, dynamic=False)
+
+
+def _allow_shapes() -> None:
+    """Raise the compiler's limit of shapes, which each thread has for itself; recomputed layers run in autograd's.
+
+    `torch.compile` of torch 2.11 accepts no limit.
+    """
+    config: Any = torch._dynamo.config
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # the earlier name
+    setattr(config, limit, max(getattr(config, limit), _SHAPES))

@@ -349,7 +349,7 @@ class LiveShard:
             rows = np.flatnonzero(pc.equal(changes.column("id"), id))
             (batch,) = take(changes.select(self.base.passages.column_names), rows[-1:]).to_batches()
             return contents_of(batch, np.zeros(1, np.int64))[0]
-        raise LogFault(f"changes={self._log.directory}: change {-place} is missing; restore it")
+        raise LogFault.at(self._log.directory, f"change {-place} is missing", "restore it")
 
     def _changed(self, before: Snapshot, sequence: int, changes: pa.Table) -> Snapshot:
         """The snapshot after changes to this shard, up to `sequence`."""

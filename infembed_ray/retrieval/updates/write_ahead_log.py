@@ -26,7 +26,7 @@ from __future__ import annotations
 import hashlib
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ import pyarrow as pa
 
 from infembed_ray.config.base import nearest
 from infembed_ray.config.retrieval import FieldType
-from infembed_ray.errors import InputError
+from infembed_ray.errors import Fault, InputError
 from infembed_ray.retrieval import passages
 from infembed_ray.retrieval.filters import Value, typed
 from infembed_ray.retrieval.shards import shard_of
@@ -61,6 +61,16 @@ class ChangeError(ValueError):
 
 class LogFault(InputError):
     """The log cannot be read or written; the message names the file and the reason."""
+
+    @classmethod
+    def at(cls, directory: Place, fault: str, remedy: str) -> LogFault:
+        """Return the fault of a log in a directory."""
+        return cls(Fault("changes", directory, fault, remedy))
+
+    @property
+    def without_directory(self) -> str:
+        """The text for clients of the API."""
+        return "; ".join(str(replace(fault, setting="", value=None)) for fault in self.faults)
 
 
 @dataclass(frozen=True)
@@ -123,9 +133,10 @@ class ChangeLog:
         try:
             return self._segments.add(content, self.last() + 1)
         except OSError as error:
-            raise LogFault(
-                f"changes={self.directory}: cannot be written ({_reason(error)}); "
-                "give the writer a writable directory with space, and make the change again: it may or may not be kept"
+            raise LogFault.at(
+                self.directory,
+                f"cannot be written ({_reason(error)})",
+                "give the writer a writable directory with space, and make the change again: it may or may not be kept",
             ) from error
 
     def last(self) -> int:
@@ -156,9 +167,10 @@ class ChangeLog:
         expected = range(max(after, 1), max([*numbers, after]) + 1)
         for number in expected:
             if number not in numbers and not self.has(number):  # a listing can miss a segment that is being linked
-                raise LogFault(
-                    f"changes={self.directory}: {segment_name(number)} is missing; restore it, "
-                    "the changes after it cannot be applied without it"
+                raise LogFault.at(
+                    self.directory,
+                    f"{segment_name(number)} is missing",
+                    "restore it, the changes after it cannot be applied without it",
                 )
 
     def read(self, after: int, shard: int | None = None) -> Iterator[tuple[int, pa.Table]]:
@@ -271,17 +283,18 @@ class ChangeLog:
         return changes.filter([shard_of(id, self.shards) == shard for id in changes.column("id").to_pylist()])
 
     def _fault(self, sequence: int, reason: str) -> LogFault:
-        return LogFault(
-            f"changes={self.directory}: {segment_name(sequence)} {reason}; restore it, "
-            "it and the changes after it are not applied until then"
+        return LogFault.at(
+            self.directory,
+            f"{segment_name(sequence)} {reason}",
+            "restore it, it and the changes after it are not applied until then",
         )
 
     def _numbers(self) -> set[int]:
         try:
             return self._segments.numbers()
         except OSError as error:
-            raise LogFault(
-                f"changes={self.directory}: cannot be read ({_reason(error)}); give a directory that can"
+            raise LogFault.at(
+                self.directory, f"cannot be read ({_reason(error)})", "give a directory that can"
             ) from error
 
 

@@ -44,7 +44,7 @@ class Embedded(NamedTuple):
 
 
 class QueueFull(Exception):
-    """The queue is full; `retry_after_s` estimates when it has drained."""
+    """The queue is too long; `retry_after_s` estimates when it has drained."""
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__(retry_after_s)  # kept in args, so that it survives pickling
@@ -82,8 +82,6 @@ class _Request:
 
     def __init__(self, rows: int) -> None:
         self.result: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
-        self.waiting = rows
-        """Number of its sequences in the queue."""
         self._vectors: dict[int, np.ndarray] = {}
         self._rows = rows
 
@@ -109,7 +107,7 @@ class Counters:
     failed: int = 0
     """Sequences for which the model raised."""
     refused: int = 0
-    """Requests rejected because the queue was full."""
+    """Requests rejected because they would have waited too long."""
     expired: int = 0
     """Requests that timed out."""
     cancelled: int = 0
@@ -125,9 +123,6 @@ class BatchingEngine:
         embed: the model; runs in one worker thread, one call at a time.
         batch_tokens: largest number of tokens in a batch (for padded batches sequences x longest). A longer sequence
             gets a batch of its own.
-        max_queue: requests are rejected while this many sequences wait. The last accepted request may exceed it, so a
-            request larger than the queue can be served. A large request counts as at most an eighth of the queue, so
-            that other requests are still accepted.
         overhead_tokens: fixed cost of a batch in tokens; see `measured_overhead`.
         padded: the model pads the sequences of a batch to the longest.
         cost: returns the number of tokens of a sequence that the model has to compute.
@@ -138,20 +133,16 @@ class BatchingEngine:
         embed: Embed,
         *,
         batch_tokens: int = 4096,
-        max_queue: int = 512,
         overhead_tokens: float = 64.0,
         padded: bool = True,
         cost: Callable[[Any], int] = len,
     ) -> None:
         self._embed = embed
         self._batch_tokens = batch_tokens
-        self._max_queue = max_queue
-        self._largest_share = max(1, max_queue // 8)
         self._overhead_tokens = overhead_tokens
         self._padded = padded
         self._cost = cost
         self._waiting: list[_Waiting] = []  # sorted by (cost, arrival)
-        self._occupied = 0  # places of max_queue in use
         self._in_model = 0  # cost of the running batch
         self._arrivals = itertools.count()
         self._turn = 0
@@ -165,19 +156,12 @@ class BatchingEngine:
         """Number of sequences in the queue, without the running batch."""
         return len(self._waiting)
 
-    def require_capacity(self, sequences: int = 1, timeout_s: float | None = None, ahead: int = 0) -> None:
-        """QueueFull if a request would be rejected now.
-
-        Args:
-            sequences: number of sequences of the request.
-            timeout_s: time-out of the request; None: no limit, so it may wait for any time.
-            ahead: number of earlier requests that are not in the queue yet.
-        """
+    def require_capacity(self, sequences: int, timeout_s: float | None = None) -> None:
+        """QueueFull if a request of this many sequences would wait too long; without a time-out it may wait for any time."""
         wait = self._wait_s(sequences)
-        limit = float("inf") if timeout_s is None else min(max(MAX_WAIT_S, self._work_s(sequences)), timeout_s / 2)
-        if self._occupied + ahead >= self._max_queue or wait > limit:
+        if timeout_s is not None and wait > min(max(MAX_WAIT_S, self._work_s(sequences)), timeout_s / 2):
             self.counters.refused += 1
-            raise QueueFull(wait or 1.0)
+            raise QueueFull(wait)
 
     async def embed(self, sequences: Sequence[Sized], timeout_s: float | None = None) -> np.ndarray:
         """Embed sequences; returns (len(sequences), d) vectors in order. A cancelled or expired call leaves the queue.
@@ -187,7 +171,7 @@ class BatchingEngine:
             timeout_s: time-out of the request; None: no limit.
 
         Raises:
-            QueueFull: `max_queue` sequences wait already, or the request would wait too long.
+            QueueFull: the request would wait too long.
             EmptySequence: a sequence has no tokens.
             DeadlineExceeded: no answer within `timeout_s`.
             Exception: what the model raised for one of these sequences.
@@ -202,7 +186,6 @@ class BatchingEngine:
         self.require_capacity(len(sequences), timeout_s)
         loop = asyncio.get_running_loop()
         request = _Request(len(sequences))
-        self._occupied += min(request.waiting, self._largest_share)
         for row, tokens in enumerate(sequences):
             arrival = next(self._arrivals)
             waiting = _Waiting(self._cost(tokens), arrival, self._turn + row, tokens, request, row)
@@ -223,12 +206,8 @@ class BatchingEngine:
 
     def _take(self, sequences: list[_Waiting]) -> None:
         """Remove sequences from the queue."""
-        gone = {w.arrival for w in sequences}
-        if gone:
+        if gone := {w.arrival for w in sequences}:
             self._waiting = [w for w in self._waiting if w.arrival not in gone]
-        for w in sequences:
-            w.request.waiting -= 1
-            self._occupied -= w.request.waiting < self._largest_share
 
     async def _run(self) -> None:
         while self._waiting:

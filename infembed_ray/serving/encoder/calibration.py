@@ -27,8 +27,16 @@ from infembed_ray.modeling.precision import cpu_capabilities, cpu_has_bf16
 from infembed_ray.modeling.tokenizer import TextTokenizer, Tokens
 from infembed_ray.progress import say
 from infembed_ray.serving.encoder.known import KnownEncoder
-from infembed_ray.serving.encoder.runtime import VERSIONS, OnnxRuntime, Runtime, cache_directory, graph_files, threads
-from infembed_ray.serving.encoder.vllm_runtime import VllmRuntime, require_vllm
+from infembed_ray.serving.encoder.runtime import (
+    VERSIONS,
+    OnnxRuntime,
+    Runtime,
+    TorchRuntime,
+    cache_directory,
+    graph_files,
+    graphs,
+    threads,
+)
 from infembed_ray.storage import durable
 
 if TYPE_CHECKING:
@@ -61,8 +69,8 @@ class Candidate(NamedTuple):
         return f"{self.runtime} {self.dtype}"
 
 
-class Measured(NamedTuple):
-    """What the calibration found of a candidate."""
+class Measurement(NamedTuple):
+    """What the calibration measured of a candidate."""
 
     seconds: float
     """Time for the probes."""
@@ -75,7 +83,7 @@ class Choice(NamedTuple):
 
     runtime: Runtime
     candidate: Candidate
-    measured: Mapping[Candidate, Measured]
+    measured: Mapping[Candidate, Measurement]
     """Empty if the settings or the hardware leave no choice."""
 
 
@@ -84,9 +92,7 @@ REFERENCE = Candidate("torch", "float32")
 
 def require_runnable(encoder: InstructionEncoder, settings: ServeSettings, model: str) -> None:
     """InputError if the settings demand a runtime that cannot run this encoder. Starts nothing."""
-    if settings.runtime == "vllm":
-        require_vllm(encoder, settings, model)
-    elif settings.runtime == "onnx" or settings.dtype == "int8":
+    if settings.runtime == "onnx" or settings.dtype == "int8":
         _require_onnx(encoder, settings, model)
 
 
@@ -97,14 +103,14 @@ def resume(known: KnownEncoder, settings: ServeSettings) -> Choice | None:
         known: the encoder.
         settings: runtime, dtype, floor and threads.
     """
-    if settings.runtime == "vllm" or settings.gpus_per_encoder:
+    if settings.gpus_per_encoder:
         return None
 
     def build(candidate: Candidate) -> Runtime:
         if candidate.runtime != "onnx":
             raise LookupError(f"{candidate} needs torch")
-        graphs = graph_files(known.fingerprint, known.backbones, candidate.dtype == "int8")
-        return OnnxRuntime(graphs, threads(settings))
+        files = graph_files(known.fingerprint, known.backbones, candidate.dtype == "int8")
+        return OnnxRuntime(files, threads(settings))
 
     return _Record(known.fingerprint, known.texts, settings).fastest(_allowed(settings), build)
 
@@ -115,18 +121,13 @@ def choose(encoder: InstructionEncoder, settings: ServeSettings, model: str) -> 
     If torch does not run in the encoder's own precision, its weights are freed: from then on it can only tokenise.
 
     Args:
-        encoder: on its device, in its precision; without weights for vLLM.
+        encoder: on its device, in its precision.
         settings: runtime, dtype, floor, threads, batches and memory.
         model: its name in messages.
 
     Raises:
         InputError: the settings demand a runtime that cannot run this encoder or gives different vectors.
     """
-    from infembed_ray.serving.encoder.torch_runtime import TorchRuntime
-
-    if settings.runtime == "vllm":
-        vllm = VllmRuntime(encoder, settings, model)
-        return Choice(vllm, Candidate("vllm", vllm.dtype), {})
     candidates = _candidates(encoder, settings, model)
     in_torch = TorchRuntime(encoder, settings.batch_tokens, settings.prefix_cache_mib * 2**20)
     dtype = str(encoder.dtype).removeprefix("torch.")
@@ -150,37 +151,35 @@ def probes(texts: TextTokenizer) -> list[Tokens]:
 
 def _allowed(settings: ServeSettings) -> list[Candidate]:
     """Return the candidates that the settings and this machine allow."""
-    found = [REFERENCE, Candidate("onnx", "float32")]
+    candidates = [REFERENCE, Candidate("onnx", "float32")]
     if settings.dtype == "bfloat16" or (settings.dtype == "auto" and cpu_has_bf16()):
-        found.append(Candidate("torch", "bfloat16"))
+        candidates.append(Candidate("torch", "bfloat16"))
     if settings.dtype == "int8" or settings.min_cosine <= INT8_COSINE:
-        found.append(Candidate("onnx", "int8"))
-    return [c for c in found if settings.runtime in ("auto", c.runtime) and settings.dtype in ("auto", c.dtype)]
+        candidates.append(Candidate("onnx", "int8"))
+    return [c for c in candidates if settings.runtime in ("auto", c.runtime) and settings.dtype in ("auto", c.dtype)]
 
 
 def _candidates(encoder: InstructionEncoder, settings: ServeSettings, model: str) -> list[Candidate]:
     """Return the allowed candidates, except those that cannot run the encoder."""
-    found = _allowed(settings)
-    if REFERENCE in found and settings.gpus_per_encoder:
+    candidates = _allowed(settings)
+    if REFERENCE in candidates and settings.gpus_per_encoder:
         return [REFERENCE]
-    if REFERENCE in found and sum(p.numel() for p in encoder.parameters()) > MAX_PARAMETERS:
+    if REFERENCE in candidates and sum(p.numel() for p in encoder.parameters()) > MAX_PARAMETERS:
         return [REFERENCE]
     try:
-        if not found or any(candidate.runtime == "onnx" for candidate in found):
+        if not candidates or any(candidate.runtime == "onnx" for candidate in candidates):
             _require_onnx(encoder, settings, model)
     except InputError as error:  # torch runs every model; export and ONNX Runtime do not
-        if REFERENCE not in found:
+        if REFERENCE not in candidates:
             raise
         say(f"serve: the encoder runs in torch ({in_one_line(error)})")
-        found = [candidate for candidate in found if candidate.runtime == "torch"]
-    return found
+        candidates = [candidate for candidate in candidates if candidate.runtime == "torch"]
+    return candidates
 
 
 def _build(candidate: Candidate, in_torch: Runtime, encoder: InstructionEncoder, settings: ServeSettings) -> Runtime:
     """Build a candidate: `in_torch` for the reference."""
     import torch
-
-    from infembed_ray.serving.encoder.torch_runtime import TorchRuntime, graphs
 
     if candidate == REFERENCE:
         return in_torch
@@ -210,18 +209,18 @@ class _Record:
             return None
         with suppress(Exception):
             recorded = json.loads(self._file.read_bytes())
-            measured = {Candidate(*row[:2]): Measured(*row[2:]) for row in recorded["measured"]}
-            known = {candidate: measured[candidate] for candidate in candidates}
-            near = [candidate for candidate in known if known[candidate].cosine >= self._floor]
-            fastest = min(near, key=lambda candidate: known[candidate].seconds)
+            measured = {Candidate(*row[:2]): Measurement(*row[2:]) for row in recorded["measured"]}
+            measured = {candidate: measured[candidate] for candidate in candidates}
+            near = [candidate for candidate in measured if measured[candidate].cosine >= self._floor]
+            fastest = min(near, key=lambda candidate: measured[candidate].seconds)
             runtime, half = build(fastest), len(self.texts) // 2 + 1
             cosine = _cosine(runtime, self.texts[:half], np.array(recorded["reference"][:half], np.float32))
-            known[fastest] = known[fastest]._replace(cosine=cosine)
+            measured[fastest] = measured[fastest]._replace(cosine=cosine)
             if cosine >= self._floor:
-                return _chosen(fastest, runtime, known)
+                return _chosen(fastest, runtime, measured)
         return None
 
-    def write(self, measured: Mapping[Candidate, Measured], reference: np.ndarray) -> None:
+    def write(self, measured: Mapping[Candidate, Measurement], reference: np.ndarray) -> None:
         """Keep measurements and the reference's embeddings of the probes for later starts."""
         content = {"measured": [[*c, *m] for c, m in measured.items()], "reference": reference.tolist()}
         with suppress(OSError):  # without a cache, the next start measures again
@@ -253,21 +252,21 @@ def _measure(
             break
         for candidate in seconds:
             seconds[candidate] = min(seconds[candidate], _seconds(built[candidate], texts))
-    measured = {candidate: Measured(seconds[candidate], cosines[candidate]) for candidate in cosines}
+    measured = {candidate: Measurement(seconds[candidate], cosines[candidate]) for candidate in cosines}
     if len(cosines) == len(candidates):
         record.write(measured, reference)
     close = [candidate for candidate in cosines if cosines[candidate] >= settings.min_cosine]
     if not close:
-        found = ", ".join(f"{candidate} {m.cosine:.4f}" for candidate, m in measured.items())
+        figures = ", ".join(f"{candidate} {m.cosine:.4f}" for candidate, m in measured.items())
         raise InputError(
             f"runtime={settings.runtime} dtype={settings.dtype}: gives different vectors for {model} (smallest cosine: "
-            f"{found}); set runtime=torch dtype=float32, or lower min_cosine={settings.min_cosine:g}"
+            f"{figures}); set runtime=torch dtype=float32, or lower min_cosine={settings.min_cosine:g}"
         )
     fastest = min(close, key=lambda candidate: measured[candidate].seconds)
     return _chosen(fastest, built[fastest], measured)
 
 
-def _chosen(candidate: Candidate, runtime: Runtime, measured: Mapping[Candidate, Measured]) -> Choice:
+def _chosen(candidate: Candidate, runtime: Runtime, measured: Mapping[Candidate, Measurement]) -> Choice:
     figures = ", ".join(f"{c} {1e3 * m.seconds:.0f} ms and cosine {m.cosine:.5f}" for c, m in measured.items())
     say(f"serve: the encoder runs in {candidate} ({figures})")
     return Choice(runtime, candidate, measured)

@@ -22,7 +22,7 @@ from infembed_ray.serving.encoder.batching import (
     Embedded,
     measured_overhead,
 )
-from infembed_ray.serving.encoder.calibration import Candidate, Choice, Measured
+from infembed_ray.serving.encoder.calibration import Candidate, Choice, Measurement
 from infembed_ray.serving.encoder.known import KnownEncoder, describe
 from infembed_ray.serving.encoder.runtime import threads
 
@@ -42,8 +42,8 @@ class Facts(NamedTuple):
 
     candidate: Candidate
     """Runtime and precision that were chosen."""
-    measured: Mapping[Candidate, Measured]
-    """What the calibration found of each candidate; empty without a choice."""
+    measured: Mapping[Candidate, Measurement]
+    """What the calibration measured of each candidate; empty without a choice."""
     waiting: int
     """Texts in the queue."""
     counters: Counters
@@ -81,7 +81,6 @@ class EncodingEngine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._untokenized: list[_Untokenized] = []
         self._tokenizing: asyncio.Task[None] | None = None  # runs while there are untokenised requests
-        self._tokenizing_requests = 0
 
     @classmethod
     def load(
@@ -112,7 +111,6 @@ class EncodingEngine:
         engine = BatchingEngine(
             chosen.embed,
             batch_tokens=min(settings.batch_tokens, max(MIN_BATCH_TOKENS, int(BATCH_TO_OVERHEAD * overhead))),
-            max_queue=settings.max_queue,
             overhead_tokens=overhead,
             padded=chosen.padded,
             cost=chosen.cost,
@@ -168,18 +166,12 @@ class EncodingEngine:
         instructions: Sequence[str | None] | None,
         timeout_s: float | None,
     ) -> Embedded:
-        self._engine.require_capacity(
-            len(inputs), timeout_s, ahead=self._tokenizing_requests
-        )  # before any work is done
+        self._engine.require_capacity(len(inputs), timeout_s)  # before any work is done
         began = asyncio.get_running_loop().time()
         tokens: list[Tokens] = []
-        self._tokenizing_requests += 1
-        try:
-            for start in range(0, len(inputs), SLICE):
-                part = slice(start, start + SLICE)
-                tokens += await self._tokenized(inputs[part], None if instructions is None else instructions[part])
-        finally:
-            self._tokenizing_requests -= 1
+        for start in range(0, len(inputs), SLICE):
+            part = slice(start, start + SLICE)
+            tokens += await self._tokenized(inputs[part], None if instructions is None else instructions[part])
         left = None if timeout_s is None else timeout_s - (asyncio.get_running_loop().time() - began)
         try:
             vectors = await self._engine.embed(tokens, left)
@@ -237,10 +229,9 @@ def _load(model: str, settings: ServeSettings, dimensions: int | None) -> Instru
 
     torch.set_num_threads(threads(settings))
     low = settings.dtype == "auto" and settings.gpus_per_encoder > 0
-    device = "cuda" if settings.gpus_per_encoder else "cpu"
     return InstructionEncoder.from_pretrained(
         model,
         dimensions=dimensions,
-        device="meta" if settings.runtime == "vllm" else device,  # vLLM reads the weights itself
+        device="cuda" if settings.gpus_per_encoder else "cpu",
         dtype=torch.bfloat16 if low or settings.dtype == "bfloat16" else torch.float32,
     ).eval()

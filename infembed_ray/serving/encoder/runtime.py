@@ -1,4 +1,4 @@
-"""Runtimes of a serving replica's encoder: the interface, and ONNX Runtime. `torch_runtime` and `vllm_runtime` have the others.
+"""Runtimes of a serving replica's encoder: torch, and ONNX Runtime, which needs no torch.
 
 The ONNX graph is exported once per machine, to the user's cache directory under the encoder's fingerprint.
 """
@@ -6,8 +6,9 @@ The ONNX graph is exported once per machine, to the user's cache directory under
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -18,8 +19,10 @@ import numpy as np
 from infembed_ray import __version__
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.modeling.tokenizer import Side, Tokens
+from infembed_ray.progress import say
 
 if TYPE_CHECKING:
+    from infembed_ray.modeling.encoder import InstructionEncoder
     from infembed_ray.modeling.prefix_cache import PrefixCache
 
 VERSIONS = f"{__version__}-torch{version('torch')}-transformers{version('transformers')}"
@@ -40,6 +43,40 @@ class Runtime(Protocol):
 
     def cost(self, tokens: Tokens) -> int:
         """Return the number of tokens of a text that are not cached."""
+
+
+class TorchRuntime:
+    """The encoder in torch, with a prefix cache for instructions if its backbone is causal.
+
+    Args:
+        encoder: on its device, in its precision.
+        batch_tokens: largest number of tokens of a forward pass.
+        prefix_cache_bytes: size of the prefix cache; 0: none.
+    """
+
+    name = "torch"
+
+    def __init__(self, encoder: InstructionEncoder, batch_tokens: int, prefix_cache_bytes: int = 0) -> None:
+        from infembed_ray.modeling import prefix_cache
+
+        self._encoder = encoder.eval()
+        self._batch_tokens = batch_tokens
+        self.padded = not encoder.packs
+        self.prefixes: PrefixCache | None = None
+        if encoder.causal and prefix_cache_bytes:
+            if obstacle := prefix_cache.obstacle(encoder):
+                say(f"serve: the prefix cache is off, every query encodes its instruction: {obstacle}")
+            else:
+                self.prefixes = prefix_cache.PrefixCache(encoder, prefix_cache_bytes)
+                self.padded = False
+
+    def embed(self, sequences: Sequence[Tokens]) -> np.ndarray:
+        """As `Runtime.embed`."""
+        return (self.prefixes or self._encoder).embed(sequences, self._batch_tokens)
+
+    def cost(self, tokens: Tokens) -> int:
+        """As `Runtime.cost`."""
+        return self.prefixes.remaining(tokens) if self.prefixes else len(tokens)
 
 
 class OnnxRuntime:
@@ -116,3 +153,39 @@ def graph_files(fingerprint: str, backbones: int, int8: bool = False) -> dict[Si
         {"query": "query", "passage": "passage"} if backbones > 1 else {"query": "model", "passage": "model"}
     )
     return {side: folder / f"{name}.onnx" for side, name in names.items()}
+
+
+def graphs(encoder: InstructionEncoder, int8: bool = False) -> dict[Side, Path]:
+    """Return the ONNX graph of each side; write it unless an earlier replica has.
+
+    Args:
+        encoder: with its weights, in float32.
+        int8: graphs whose linear layers compute in int8.
+    """
+    from infembed_ray.modeling import onnx
+
+    backbones, fingerprint = len(encoder.backbones), encoder.fingerprint()
+    exported = graph_files(fingerprint, backbones)
+    _write(exported, lambda side, to: onnx.export(encoder, side, to))
+    if not int8:
+        return exported
+    quantized = graph_files(fingerprint, backbones, int8=True)
+    _write(quantized, lambda side, to: onnx.quantize(exported[side], to))
+    return quantized
+
+
+def _write(graphs: dict[Side, Path], write: Callable[[Side, Path], None]) -> None:
+    """Publish a directory of graphs, unless there is one."""
+    folder = graphs["query"].parent
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=folder.parent))
+        try:
+            for name, side in {graph.name: side for side, graph in graphs.items()}.items():
+                write(side, made / name)
+            made.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another replica was faster
+                raise
+        finally:
+            shutil.rmtree(made, ignore_errors=True)

@@ -60,7 +60,6 @@ def create_app(
     *,
     registry: CollectorRegistry | None = None,
     request_ids: bool = True,
-    searches: Callable[[str | None], Service] | None = None,
     collections: Callable[[], Mapping[str, Service]] | None = None,
 ) -> FastAPI:
     """Create the ASGI application.
@@ -72,8 +71,6 @@ def create_app(
         limits: limits of a request.
         registry: where the application counts its requests. `GET /metrics` returns the service's metrics instead.
         request_ids: echo or create X-Request-Id; False behind a proxy that does, such as Ray Serve's.
-        searches: returns the service of a new search of the default collection that names this model or none; None:
-            `service`.
         collections: returns the services of all collections for a new request, the default one first; None: `service`
             alone.
     """
@@ -95,7 +92,7 @@ def create_app(
     fingerprint = deployment if callable(deployment) else lambda: deployment
     app.router.route_class = Route
     # Not by `include_router`: its routes are missing in `app.routes`, from which a 405 lists the allowed methods.
-    add_query_routes(app.router, served, searches or (lambda _: current()))
+    add_query_routes(app.router, served)
     add_document_routes(app.router, served)
     add_collection_routes(app.router, served)
     add_status_routes(app.router, served, fingerprint)

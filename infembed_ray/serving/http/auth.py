@@ -79,7 +79,9 @@ class ApiKeys:
             self._file_state = self._state_of(self._file)
             self._file_keys = list(read_keys(self._file).values())
             if not self._file_keys:
-                raise InputError(f"api_keys_file={file}: holds no key; create one with `infembed key NAME {file}`")
+                raise InputError(
+                    f"api_keys_file={file}: holds no key; create one with `infembed serve key NAME {file}`"
+                )
 
     @classmethod
     def load(cls, variable: str | None, file: str | None = None, replicas: int = 1) -> ApiKeys:
@@ -180,11 +182,11 @@ def read_keys(file: Path) -> dict[str, ApiKey]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise InputError(
-            f"api_keys_file={file}: cannot be read ({error.strerror}); create it with `infembed key NAME {file}`"
+            f"api_keys_file={file}: cannot be read ({error.strerror}); create it with `infembed serve key NAME {file}`"
         ) from error
     except UnicodeDecodeError as error:
         raise InputError(
-            f"api_keys_file={file}: is not a text file; create one with `infembed key NAME FILE`"
+            f"api_keys_file={file}: is not a text file; create one with `infembed serve key NAME FILE`"
         ) from error
     keys: dict[str, ApiKey] = {}
     for number, line in enumerate(lines, 1):
@@ -195,7 +197,7 @@ def read_keys(file: Path) -> dict[str, ApiKey]:
         if key is None:
             raise InputError(
                 f"{where} is not `SHA-256 NAME [SCOPES] [RATE/s] [collections=NAMES]`; correct it, or add keys with "
-                "`infembed key`"
+                "`infembed serve key`"
             )
         if key["name"] in keys:
             raise InputError(f"{where}: the name {key['name']!r} appears twice; rename one of the two")

@@ -49,8 +49,7 @@ class Collections:
     def encoding(self, model: str | None) -> Service:
         """Return the service that embeds texts: of the default collection, unless another model is named.
 
-        Never a canary: its vectors must not be stored beside another encoder's. Every key may use every encoder: vectors
-        of the client's own texts tell nothing about a collection.
+        Every key may use every encoder: vectors of the client's own texts tell nothing about a collection.
         """
         services = self.all()
         return next((one for one in services.values() if one.card.id == model), services[DEFAULT_COLLECTION])

@@ -151,8 +151,8 @@ EXCEPTION_HANDLERS: Mapping[type[Exception], Callable[[Request, Any], ApiError]]
     ),
     TooManyChanges: lambda _, error: ApiError(
         507,
-        f"max_changed_documents: {error.args[0]} documents differ from the index version, and at most {error.args[1]} may; "
-        "run `infembed index compact` and serve the next version, raise the limit, or use an external engine, which takes "
+        f"compact_at: {error.args[0]} documents differ from the index version, and at most {error.args[1]} may; "
+        "run `infembed index compact` and serve the next version, raise compact_at, or use an external engine, which takes "
         "any number of changes",
         code="too_many_changes",
     ),

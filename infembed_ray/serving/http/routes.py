@@ -35,12 +35,8 @@ class AnyId(PathConvertor):
 register_url_convertor("any", AnyId())
 
 
-def add_query_routes(api: APIRouter, collections: Collections, choose: Callable[[str | None], Service]) -> None:
-    """Add the routes that encode: embeddings and search.
-
-    Args:
-        choose: returns the service of a search of the default collection that names a model or none.
-    """
+def add_query_routes(api: APIRouter, collections: Collections) -> None:
+    """Add the routes that encode: embeddings and search."""
 
     @api.post("/v1/embeddings", response_model=embeddings_schema.EmbeddingsResponse, responses=error_responses(404))
     async def embeddings(request: embeddings_schema.EmbeddingsRequest) -> Response:
@@ -56,9 +52,7 @@ def add_query_routes(api: APIRouter, collections: Collections, choose: Callable[
     @api.post("/v1/search", response_model=SearchAnswer, responses=error_responses(404))
     async def search(request: schema.SearchRequest) -> Response:
         """Search the nearest passages to one query or several queries, each under an instruction, best first."""
-        service = collections[DEFAULT_COLLECTION]
-        # Another index may have another log, in which a sequence number means nothing.
-        return await answer_search(service if request.min_sequence else choose(request.model), request)
+        return await answer_search(collections[DEFAULT_COLLECTION], request)
 
 
 def add_document_routes(api: APIRouter, collections: Collections) -> None:

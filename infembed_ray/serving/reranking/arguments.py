@@ -1,61 +1,17 @@
-"""Arguments of a reranker's application, and the checks of its settings before anything starts."""
+"""Checks of the re-ranking settings before anything starts; they become the arguments of the reranker's application."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
-
-from pydantic import field_validator
 
 from infembed_ray.config.serving import RerankSettings, ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import checkpoint
-from infembed_ray.serving.arguments import APPLICATION, Arguments
-from infembed_ray.serving.routing.reranking import RerankSpec
+from infembed_ray.serving.release import RerankerArguments
 
-_OF_REPLICAS = {"kind", "replicas", "cpus", "gpus", "batch_tokens", "max_queue", "cache_mib"}
-
-
-class RerankerArguments(Arguments):
-    """Arguments of `deployments.reranker_application`."""
-
-    relevant: ClassVar[set[str]] = {"rerank", "request_timeout_s"}
-    model: str
-    """Directory, URI in an object store, or hub name."""
-    fingerprint: str
-    """Hash of the model's files and of the settings that decide the scores."""
-    reranker: dict[str, Any] | None = None
-    """Settings of a cross-encoder, as of a model of `infembed evaluate`; None: late interaction."""
-
-    @field_validator("settings")
-    @classmethod
-    def _keep_relevant(cls, settings: ServeSettings) -> ServeSettings:
-        """Leave out what the API does with the scores, so that it restarts no replica."""
-        assert settings.rerank is not None
-        rerank = RerankSettings.model_validate(settings.rerank.model_dump(include=_OF_REPLICAS))
-        return ServeSettings(index="", rerank=rerank, request_timeout_s=settings.request_timeout_s)
-
-    @property
-    def rerank(self) -> RerankSettings:
-        """The settings of the replicas."""
-        assert self.settings.rerank is not None
-        return self.settings.rerank
-
-    @property
-    def application(self) -> str:
-        """Name of the application; it changes with the model."""
-        return f"{APPLICATION}-reranker-{self.digest()}"
-
-    def spec(self, settings: RerankSettings) -> RerankSpec:
-        """Return the stage of a release that uses this application."""
-        return RerankSpec(
-            application=self.application,
-            by_default=settings.by_default,
-            depth=settings.depth,
-            weight=settings.weight,
-            budget_ms=settings.budget_ms,
-        )
+BATCH_TOKENS = 4096
+"""Largest number of tokens in a batch, with padding."""
 
 
 def resolve(settings: ServeSettings, served: str) -> RerankerArguments | None:
@@ -94,7 +50,6 @@ def _late_interaction(settings: ServeSettings, rerank: RerankSettings, served: s
 
 
 def _cross_encoder(settings: ServeSettings, rerank: RerankSettings) -> RerankerArguments:
-    from infembed_ray.config.evaluation import RerankerSettings
     from infembed_ray.evaluation.retrievers import baselines
     from infembed_ray.modeling.rerankers import KINDS
 
@@ -105,18 +60,18 @@ def _cross_encoder(settings: ServeSettings, rerank: RerankSettings) -> RerankerA
         )
     given = rerank.model
     if isinstance(given, str) and given not in baselines.entries():
-        found = checkpoint.locate(given, "rerank.model")
-        given = {"kind": "classifier", "model": found.path, "instructed_query": "{instruction} {query}"}
+        path = checkpoint.locate(given, "rerank.model").path
+        given = {"kind": "classifier", "model": path, "instructed_query": "{instruction} {query}"}
         given |= {"plain_query": "{query}"}
     reranker = baselines.resolve("rerank", given, where="rerank.model")
-    if not isinstance(reranker, RerankerSettings):
+    if reranker.kind not in KINDS:
         raise InputError(
             f"rerank.model: is of kind {reranker.kind}, which does not read query and passage together; give a model of "
             f"kind classifier, causal or seq2seq, or set rerank.kind=late_interaction for an encoder"
         )
     path = checkpoint.locate(reranker.model, "rerank.model", reranker.revision).path
     if Path(path).is_absolute():
-        KINDS[reranker.kind](reranker, "meta", rerank.batch_tokens, "")  # raises if model and kind do not fit
+        KINDS[reranker.kind](reranker, "meta", BATCH_TOKENS, "")  # raises if model and kind do not fit
     own = reranker.model_dump(mode="json", exclude_defaults=True, exclude={"baseline"})
     fingerprint = checkpoint.fingerprint(path, json.dumps(reranker.identity(), sort_keys=True))
     return RerankerArguments(model=path, fingerprint=fingerprint, reranker=own, settings=settings)

@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from infembed_ray.config.serving import RerankSettings
 from infembed_ray.modeling.pair_scorer import PairScorer
 from infembed_ray.serving.encoder.batching import BatchingEngine, Counters, DeadlineExceeded
-from infembed_ray.serving.reranking.arguments import RerankerArguments
+from infembed_ray.serving.release import RerankerArguments
+from infembed_ray.serving.reranking.arguments import BATCH_TOKENS
 
+CACHE_BYTES = 256 * 2**20
+"""Memory per replica for token vectors of recent passages (late interaction)."""
 WARM_UP = ("warm up", "Only what warms up.", ["A passage.", "Another passage, which is longer than the first one."])
 
 
@@ -26,14 +28,12 @@ class RerankEngine:
 
     Args:
         scorer: scores pairs.
-        settings: batches and queue.
+        batch_tokens: largest number of tokens in a batch, with padding.
     """
 
-    def __init__(self, scorer: PairScorer, settings: RerankSettings) -> None:
+    def __init__(self, scorer: PairScorer, batch_tokens: int = BATCH_TOKENS) -> None:
         self._scorer = scorer
-        self._engine = BatchingEngine(
-            self._relevance, batch_tokens=settings.batch_tokens, max_queue=settings.max_queue, cost=scorer.cost
-        )
+        self._engine = BatchingEngine(self._relevance, batch_tokens=batch_tokens, cost=scorer.cost)
         # One thread, because truncation is mutable state of a fast tokenizer; not the event loop, which it would block.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
@@ -82,7 +82,7 @@ def load(arguments: RerankerArguments) -> PairScorer:
     """
     import torch
 
-    from infembed_ray.config.evaluation import retriever_settings
+    from infembed_ray.config.evaluation import RetrieverSettings
     from infembed_ray.modeling import checkpoint, pair_scorer, rerankers
 
     settings = arguments.rerank
@@ -95,12 +95,12 @@ def load(arguments: RerankerArguments) -> PairScorer:
 
         dtype = torch.bfloat16 if settings.gpus else torch.float32
         encoder = InstructionEncoder.from_pretrained(checkpoint.local(arguments.model), device=device, dtype=dtype)
-        scorer = LateInteraction(encoder, settings.cache_mib * 2**20)
+        scorer = LateInteraction(encoder, CACHE_BYTES)
     else:
-        own: Any = retriever_settings(
-            {**arguments.reranker, "model": checkpoint.local(arguments.model)}, "rerank.model"
+        own = RetrieverSettings.from_mapping(
+            {**arguments.reranker, "model": checkpoint.local(arguments.model)}, "rerank.model."
         )
-        reranker = rerankers.KINDS[own.kind](own, device, settings.batch_tokens, arguments.fingerprint)
+        reranker = rerankers.KINDS[own.kind](own, device, BATCH_TOKENS, arguments.fingerprint)
         scorer = pair_scorer.CrossEncoder(reranker)
     scorer.score(*WARM_UP)
     return scorer

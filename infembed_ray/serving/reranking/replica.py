@@ -14,8 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from infembed_ray.errors import in_one_line
 from infembed_ray.serving import startup
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, QueueFull
+from infembed_ray.serving.release import RerankerArguments
 from infembed_ray.serving.replicas import MetricsReporter
-from infembed_ray.serving.reranking.arguments import RerankerArguments
 from infembed_ray.serving.reranking.engine import RerankEngine, load
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class Reranker:
     """A replica of the reranker."""
 
     def __init__(self, arguments: RerankerArguments) -> None:
-        self._engine = RerankEngine(startup.in_background(lambda: load(arguments)), arguments.rerank)
+        self._engine = RerankEngine(startup.in_background(lambda: load(arguments)))
         registry = CollectorRegistry()
         registry.register(self)
         self._metrics = MetricsReporter(registry)

@@ -1,1 +1,1 @@
-"""Request routing: admission control, micro-batching, hedged calls and blue/green releases."""
+"""Request routing: admission control, micro-batching, retries and blue/green releases."""

@@ -12,25 +12,22 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
-from infembed_ray.config.serving import DEFAULT_COLLECTION, RankingSettings
+from infembed_ray.config.serving import RankingSettings
 from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
-from infembed_ray.serving import explaining, schema, tracing
+from infembed_ray.serving import explaining, schema
 from infembed_ray.serving.encoder.batching import Embedded
+from infembed_ray.serving.release import CollectionSpec
 from infembed_ray.serving.routing.channels import Channels
-from infembed_ray.serving.routing.encoder_calls import DEADLINE_SHARE, MAX_WAIT_S, EncoderCalls, Inputs
-from infembed_ray.serving.routing.fan_out import Deployment, FanOut, is_lost, now
-from infembed_ray.serving.routing.hedging import HedgedCalls
-from infembed_ray.serving.routing.outcomes import Outcomes
-from infembed_ray.serving.routing.reranking import Reranked, RerankSpec, RerankStage
+from infembed_ray.serving.routing.encoder_calls import DEADLINE_SHARE, EncoderCalls, EncoderInputs
+from infembed_ray.serving.routing.fan_out import Deployment, FanOut, now
+from infembed_ray.serving.routing.reranking import Reranked, RerankStage
+from infembed_ray.serving.routing.retries import RetriedCalls
 from infembed_ray.serving.service import (
     Document,
     Found,
@@ -54,61 +51,6 @@ ALMOST_FULL = 0.5
 log = logging.getLogger(__name__)
 
 
-class CollectionSpec(BaseModel):
-    """The parts of what answers the requests to one collection, in plain JSON."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    fingerprint: str
-    """Changes with anything that changes what is served, or how."""
-    encoder: str
-    """Serve application of the encoder."""
-    index: str
-    """Serve application of the index."""
-    shards: tuple[str, ...]
-    """Deployments of the shards in that application, in order."""
-    changes: str | None
-    """Directory of the index's write-ahead log; None: the only shard takes changes itself, as an external engine does."""
-    card: schema.Model
-    rerank: RerankSpec | None = None
-    """Re-ranking of the first hits; None: there is none."""
-
-
-class ReleaseSpec(CollectionSpec):
-    """The parts of a release: those of the default collection and of the others. The `user_config` of the ingress."""
-
-    collections: dict[str, CollectionSpec] = {}
-    """The other collections by name; `fingerprint` changes with them."""
-    canary: Canary | None = None
-    """Another release that answers a share of the default collection's searches."""
-
-    @property
-    def by_name(self) -> dict[str, CollectionSpec]:
-        """All collections, the default one first."""
-        return {DEFAULT_COLLECTION: self, **self.collections}
-
-    @property
-    def applications(self) -> set[str]:
-        """The encoders and indexes of all collections and the reranker, without those of the canary."""
-        names = {name for spec in self.by_name.values() for name in (spec.encoder, spec.index)}
-        return names | ({self.rerank.application} if self.rerank else set())
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain JSON values; those of one collection do not mention collections."""
-        return self.model_dump(mode="json", exclude=None if self.collections else {"collections"})
-
-
-class Canary(BaseModel):
-    """A new release that answers a share of the default collection's searches before the API is switched to it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    release: ReleaseSpec
-    share: float
-    until: float
-    """Unix time from which the current release answers all searches again, whatever became of the driver."""
-
-
 class Release:
     """A `service.Service` of one collection: one encoder and one index version. All calls come from one event loop.
 
@@ -116,12 +58,11 @@ class Release:
         spec: its parts.
         encoder: may be shared with the releases of other collections.
         shards: as `FanOut` takes them; each has besides `document(id)`, `state() -> ShardState` and `ready()`.
-        metrics: has `page() -> bytes`.
+        metrics: has `metrics() -> bytes`.
         timeout_s: request time-out.
-        shard_replicas: largest number of replicas; with two or more, slow calls are hedged.
-        max_changed_documents: documents that may differ from the index version per shard; None: any number.
+        shard_replicas: largest number of replicas.
+        max_changed_documents: documents that may differ from the index version per shard.
         ranking: how searches that do not say are scored; without `hybrid` if the index has no words.
-        outcomes: counts the searches.
         reranker: re-orders the first hits; None: there is none.
 
     Attributes:
@@ -137,16 +78,14 @@ class Release:
         *,
         timeout_s: float,
         shard_replicas: int = 1,
-        max_changed_documents: int | None = None,
+        max_changed_documents: int = 50_000,
         ranking: RankingSettings = NO_CHANNELS,
-        outcomes: Outcomes | None = None,
         reranker: RerankStage | None = None,
     ) -> None:
         self.spec = spec
         self.reranker = reranker
-        self._counted = partial(outcomes.counted, spec.fingerprint) if outcomes else contextlib.nullcontext
         self._encoder = encoder
-        # A release that a canary or a roll-back serves beside the new one may have no words.
+        # The settings are the API's, and a roll-back may lead to an index without words.
         self._ranking = ranking if spec.card.lexical else ranking.model_copy(update={"hybrid": 0.0})
         self._shards = shards
         self._metrics = metrics
@@ -154,16 +93,12 @@ class Release:
         self._log = spec.changes and ChangeLog(
             place_of(spec.changes), spec.card.metadata, spec.card.dimension, len(shards)
         )
-        self._max_changed = None if max_changed_documents is None else max_changed_documents * len(shards)
+        self._max_changed = max_changed_documents * len(shards)
         self._warned = False
         self._states = [ShardState()] * len(shards)
         self._state_query: asyncio.Future[None] | None = None
         self._states_known_at = 0.0
-        self._fan_out = FanOut(
-            dict(zip(spec.shards, shards, strict=True)),
-            replicas=shard_replicas,
-            max_wait_s=min(MAX_WAIT_S, self._timeout_s / 2),
-        )
+        self._fan_out = FanOut(dict(zip(spec.shards, shards, strict=True)), replicas=shard_replicas)
 
     @property
     def card(self) -> schema.Model:
@@ -174,48 +109,42 @@ class Release:
         self, inputs: list[str] | list[list[int]], input_type: schema.InputType, instruction: str | None
     ) -> Embedded:
         """As `Service.embed`."""
-        with tracing.span("encode", texts=len(inputs)):
-            embedded = await self._encoder.embed(Inputs(inputs, input_type, instruction), self._deadline())
-            tracing.note(tokens=embedded.tokens)
-            return embedded
+        embedded = await self._encoder.embed(EncoderInputs(inputs, input_type, instruction), self._deadline())
+        return embedded
 
     async def search(self, search: Search) -> Found:
         """As `Service.search`: asks all shards at once and merges their hits."""
-        with contextlib.nullcontext() if search.background else self._counted():
-            filters.parse(search.filter, self.card.metadata)  # raises before any work is done
-            start, deadline = time.perf_counter(), self._deadline()
-            channels = Channels.of(search, self._ranking)
-            asked = Channels.of(_leave_one_out(search), self._ranking) if search.explain else channels
-            with tracing.span("encode", queries=len(asked.queries)):
-                vectors = asked.vectors(await self._encoder.query_cache(asked.texts, deadline))
-            encoded = time.perf_counter()
-            reranker = self.reranker if self.reranker and self.reranker.asked(search.rerank) else None
-            depth = max(search.top_k, reranker.spec.depth) if reranker else search.top_k
-            own = vectors[: len(search.queries)]
-            query = channels.query(ShardQuery(own, depth, search.filter, search.min_sequence))
-            ranked = await self._fan_out.search(query, deadline, search.allow_partial, channels.hybrid)
-            searched = time.perf_counter()
-            reranked = Reranked(ranked.results, None, 0.0)
-            if reranker:
-                with tracing.span("rerank", queries=len(search.queries)):
-                    reranked = await reranker(search.queries, ranked.results, deadline)
-            found = Found(
-                results=[hits[: search.top_k] for hits in reranked.results],
-                model=self.card.id,
-                index_version=self.card.index_version,
-                sequence=ranked.sequence,
-                timings=schema.Timings(
-                    encode_ms=round(1e3 * (encoded - start), 3),
-                    search_ms=round(1e3 * (searched - encoded), 3),
-                    rerank_ms=round(reranked.ms, 3) if reranker else None,
-                ),
-                missing_shards=ranked.missing,
-                notes=[reranked.note] if reranked.note else [],
-            )
-            if search.explain:
-                with tracing.span("explain"):
-                    found = await self._explained(search, found, vectors, deadline)
-            return found
+        filters.parse(search.filter, self.card.metadata)  # raises before any work is done
+        start, deadline = time.perf_counter(), self._deadline()
+        channels = Channels.of(search, self._ranking)
+        asked = Channels.of(_leave_one_out(search), self._ranking) if search.explain else channels
+        vectors = asked.vectors(await self._encoder.query_cache(asked.texts, deadline))
+        encoded = time.perf_counter()
+        reranker = self.reranker if self.reranker and self.reranker.asked(search.rerank) else None
+        depth = max(search.top_k, reranker.settings.depth) if reranker else search.top_k
+        own = vectors[: len(search.queries)]
+        query = channels.query(ShardQuery(own, depth, search.filter, search.min_sequence))
+        ranked = await self._fan_out.search(query, deadline, search.allow_partial, channels.hybrid)
+        searched = time.perf_counter()
+        reranked = Reranked(ranked.results, None, 0.0)
+        if reranker:
+            reranked = await reranker(search.queries, ranked.results, deadline)
+        found = Found(
+            results=[hits[: search.top_k] for hits in reranked.results],
+            model=self.card.id,
+            index_version=self.card.index_version,
+            sequence=ranked.sequence,
+            timings=schema.Timings(
+                encode_ms=round(1e3 * (encoded - start), 3),
+                search_ms=round(1e3 * (searched - encoded), 3),
+                rerank_ms=round(reranked.ms, 3) if reranker else None,
+            ),
+            missing_shards=ranked.missing,
+            notes=[reranked.note] if reranked.note else [],
+        )
+        if search.explain:
+            found = await self._explained(search, found, vectors, deadline)
+        return found
 
     async def _explained(self, search: Search, found: Found, vectors: np.ndarray, deadline: float) -> Found:
         """Add the explanation of its hits to the answer to one query.
@@ -225,9 +154,7 @@ class Release:
         """
         (hits,), (query,) = found.results, search.queries
         plain = await self.search(
-            replace(
-                search, queries=[Query(query.text)], top_k=explaining.EXPLAINED_DEPTH, explain=False, background=True
-            )
+            replace(search, queries=[Query(query.text)], top_k=explaining.EXPLAINED_DEPTH, explain=False)
         )
         ids, plain_ids = [hit.id for hit in hits], [hit.id for hit in plain.results[0]]
         wanted = explaining.explained_ids(ids, plain_ids, search.top_k)
@@ -245,7 +172,9 @@ class Release:
         """As `Service.put`."""
         await self._require_writable()
         self._require_room()
-        embedded = await self._encoder.embed(Inputs([d.text for d in documents], "passage", None), self._deadline())
+        embedded = await self._encoder.embed(
+            EncoderInputs([d.text for d in documents], "passage", None), self._deadline()
+        )
         return await self._append(
             [Put(d.id, d.text, vector, d.metadata) for d, vector in zip(documents, embedded.vectors, strict=True)]
         )
@@ -258,7 +187,7 @@ class Release:
     async def document(self, id: str) -> Document | None:
         """As `Service.document`."""
         shard = self._shards[shard_of(id, len(self._shards))]
-        found: Document | None = await HedgedCalls(is_lost)(lambda: shard("document", id), self._timeout_s)
+        found: Document | None = await RetriedCalls()(lambda: shard("document", id), self._timeout_s)
         return found
 
     async def ready(self, with_reranker: bool = False) -> bool:
@@ -283,7 +212,7 @@ class Release:
 
     async def metrics(self) -> bytes:
         """As `Service.metrics`."""
-        page: bytes = await self._metrics("page")
+        page: bytes = await self._metrics("metrics")
         return page
 
     @property
@@ -311,9 +240,7 @@ class Release:
             raise Stuck(fault)
 
     def _require_room(self) -> None:
-        """Raise TooManyChanges if as many documents differ from the index version as may. Puts of a second can exceed that."""
-        if self._max_changed is None:
-            return
+        """Raise TooManyChanges if the limit of changed documents is reached. Puts within a second can exceed it."""
         if self._changed >= self._max_changed:
             raise TooManyChanges(self._changed, self._max_changed)
         if self._changed > ALMOST_FULL * self._max_changed and not self._warned:
@@ -326,14 +253,13 @@ class Release:
     async def _append(self, changes: Sequence[Change]) -> int:
         if not self._log:
             (store,) = self._shards
-            sequence: int = await HedgedCalls(is_lost)(lambda: store("change", changes), self._timeout_s)
+            sequence: int = await RetriedCalls()(lambda: store("change", changes), self._timeout_s)
             return sequence
         try:  # in a thread, because it waits for the disk
             return await asyncio.get_running_loop().run_in_executor(None, self._log.append, changes)
         except LogFault as fault:
             log.error("%s", fault)
-            # Clients read the reason, so it must not name the directory.
-            raise Stuck(str(fault).removeprefix(f"changes={self._log.directory}: ")) from fault
+            raise Stuck(fault.without_directory) from fault
 
     def _deadline(self) -> float:
         """Return the deadline of a request that arrives now, by the event loop's time."""

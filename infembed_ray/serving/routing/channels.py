@@ -13,6 +13,9 @@ from infembed_ray.retrieval.fusion import away
 from infembed_ray.retrieval.instruction_parts import Parts, split
 from infembed_ray.serving.service import Query, Search
 
+HYBRID_DEPTH = 100
+"""Candidates by vector, and as many by words, from every shard; at least `top_k`."""
+
 
 @dataclass(frozen=True)
 class Channels:
@@ -42,7 +45,7 @@ class Channels:
         parts = [split(query.instruction or "") for query in search.queries] if exclude or hybrid else []
         weight = defaults.exclusion_weight if exclude else 0.0
         whole = defaults.exclusion_keeps_instruction
-        return cls(search.queries, parts, weight, whole, hybrid, max(defaults.depth, search.top_k))
+        return cls(search.queries, parts, weight, whole, hybrid, max(HYBRID_DEPTH, search.top_k))
 
     @property
     def texts(self) -> list[Query]:

@@ -18,10 +18,9 @@ import numpy as np
 from infembed_ray.modeling.lru_cache import LruCache
 from infembed_ray.retrieval.answers import Behind, Key, Merged, ScoreQuery, ShardQuery, merge, merge_rankings
 from infembed_ray.retrieval.shards import Content, shard_of
-from infembed_ray.serving import tracing
 from infembed_ray.serving.encoder.batching import DeadlineExceeded
-from infembed_ray.serving.routing.hedging import HedgedCalls
 from infembed_ray.serving.routing.micro_batching import MicroBatcher
+from infembed_ray.serving.routing.retries import RetriedCalls
 from infembed_ray.serving.schema import Metadata, SearchHit
 from infembed_ray.serving.service import NotApplied, ReplicaLost
 
@@ -47,7 +46,7 @@ BEHIND_PAUSE_S = 0.05
 class Deployment(Protocol):
     """Calls a method of one of a deployment's replicas.
 
-    Raises `ReplicaLost` if the replica is lost, `QueueFull` if all replicas are full, else what the method raised.
+    Raises `ReplicaLost` if the replica is lost, else what the method raised.
     """
 
     def __call__(self, method: str, *arguments: Any) -> Awaitable[Any]: ...
@@ -67,22 +66,20 @@ class FanOut:
     Args:
         shards: by name; each has `search_many(list[ShardQuery])`, `contents_many(list[list[Key]])` and
             `scores_many(list[ScoreQuery])`, which return one answer or exception per item.
-        replicas: largest number of replicas per shard; with two or more, slow calls are hedged.
-        max_wait_s: see `MicroBatcher`.
+        replicas: largest number of replicas per shard.
     """
 
-    def __init__(self, shards: Mapping[str, Deployment], *, replicas: int, max_wait_s: float) -> None:
+    def __init__(self, shards: Mapping[str, Deployment], *, replicas: int) -> None:
         self._names = list(shards)
         self._cached = LruCache[tuple[int, Key], Content](CACHED_CHARACTERS, lambda _, content: len(content[0]))
 
         def batched(shard: Deployment, method: str, most: int, weigh: Callable[[Any], int]) -> MicroBatcher[Any, Any]:
-            calls = HedgedCalls(is_lost, hedged=replicas > 1)
+            calls = RetriedCalls(replicas)
             return MicroBatcher(
                 partial(_call, calls, shard, method),
                 max_calls=CALLS_PER_SHARD * replicas,
                 max_weight=most,
                 weigh=weigh,
-                max_wait_s=max_wait_s,
             )
 
         self._search = [
@@ -113,16 +110,11 @@ class FanOut:
         while answers:
             lost: set[int] = set()
             if query.ranking:
-                with tracing.span("merge", shards=len(answers)):
-                    merged = [
-                        merge_rankings(list(answers.values()), n, query.k, hybrid) for n in range(len(query.vectors))
-                    ]
-                with tracing.span("texts"):
-                    results, lost, error = await self._hits(list(answers), merged, deadline, allow_partial)
+                merged = [merge_rankings(list(answers.values()), n, query.k, hybrid) for n in range(len(query.vectors))]
+                results, lost, error = await self._hits(list(answers), merged, deadline, allow_partial)
             else:
-                with tracing.span("merge", shards=len(answers)):
-                    by_query = zip(*(answer.hits for answer in answers.values()), strict=True)
-                    results = [[_hit(*hit) for hit in merge(hits, query.k)] for hits in by_query]
+                by_query = zip(*(answer.hits for answer in answers.values()), strict=True)
+                results = [[_hit(*hit) for hit in merge(hits, query.k)] for hits in by_query]
             if not lost:
                 missing = [name for number, name in enumerate(self._names) if number not in answers]
                 return Ranked(results, min(answer.sequence for answer in answers.values()), missing)
@@ -158,8 +150,7 @@ class FanOut:
             if behind is not None:
                 await asyncio.sleep(BEHIND_PAUSE_S)
             try:
-                with tracing.span("search", shard=self._names[number]):
-                    return await self._search[number](query, deadline)
+                return await self._search[number](query, deadline)
             except Behind as found:
                 behind = found
             except DeadlineExceeded:  # the pause took longer on a busy machine
@@ -201,12 +192,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def is_lost(error: BaseException) -> bool:
-    """Whether an exception means that a replica was lost."""
-    return isinstance(error, ReplicaLost)
-
-
-async def _call(calls: HedgedCalls, shard: Deployment, method: str, items: Sequence[Any], deadline: float) -> Any:
+async def _call(calls: RetriedCalls, shard: Deployment, method: str, items: Sequence[Any], deadline: float) -> Any:
     return await calls(lambda: shard(method, items), deadline - now())
 
 

@@ -3,7 +3,7 @@
 An item is sent at once while few calls are in flight. Otherwise it waits until one of them returns, and is sent with all
 items that have arrived meanwhile. Nothing is delayed on purpose, and the higher the load, the less each item costs.
 
-An item that has waited too long is rejected. The wait is measured, as in CoDel (Nichols and Jacobson 2012), and never
+An item that has waited for `MAX_WAIT_S` is rejected. The wait is measured, as in CoDel (Nichols and Jacobson 2012), and never
 predicted: a prediction made from slow calls would reject items long after the service has recovered.
 """
 
@@ -16,14 +16,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from infembed_ray.serving import tracing
-from infembed_ray.serving.encoder.batching import DeadlineExceeded, QueueFull
+from infembed_ray.serving.encoder.batching import QueueFull
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
-MAX_SINGLE_CALLS = 32
-"""Largest number of heavy items in flight, each in its own call, per call that `max_calls` allows."""
+MAX_WAIT_S = 2.0
+"""Longest wait of an item in the queue, at most half of the time until its deadline."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,6 @@ class _Queued(Generic[Item]):
     weight: int
     arrived: float
     deadline: float
-    context: contextvars.Context
-    """Has the span of its caller only."""
 
 
 class MicroBatcher(Generic[Item, Answer]):
@@ -48,7 +45,6 @@ class MicroBatcher(Generic[Item, Answer]):
         max_weight: largest total weight of a batch.
         weigh: returns the weight of an item. An item heavier than `max_weight` is sent at once in a call of its own,
             so it delays no other item.
-        max_wait_s: seconds that an item may wait to be sent.
     """
 
     def __init__(
@@ -58,40 +54,36 @@ class MicroBatcher(Generic[Item, Answer]):
         max_calls: int,
         max_weight: int,
         weigh: Callable[[Item], int] = lambda _: 1,
-        max_wait_s: float = float("inf"),
     ) -> None:
         self._send = send
         self._max_calls = max_calls
         self._max_weight = max_weight
         self._weigh = weigh
-        self._max_wait_s = max_wait_s
         self._queue: OrderedDict[asyncio.Future[Answer], _Queued[Item]] = OrderedDict()
         self._scheduled = False
         self._in_flight: set[asyncio.Task[None]] = set()
-        self._single: set[asyncio.Task[None]] = set()
+        self._single: set[asyncio.Task[None]] = set()  # of heavy items
 
     async def __call__(self, item: Item, deadline: float = float("inf")) -> Answer:
         """Return the answer to an item, or raise its exception. The item of a cancelled caller is not sent.
 
         Args:
             item: to be answered.
-            deadline: by the event loop's time; the item is not sent after it.
+            deadline: by the event loop's time.
 
         Raises:
-            QueueFull: the item waited too long, or too many heavy items are in flight.
-            DeadlineExceeded: the item was not sent in time.
+            QueueFull: the item waited too long.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Answer] = loop.create_future()
         weight = self._weigh(item)
-        queued = _Queued(item, weight, loop.time(), deadline, tracing.detached())
+        queued = _Queued(item, weight, loop.time(), deadline)
         if weight > self._max_weight:
-            if len(self._single) >= MAX_SINGLE_CALLS * self._max_calls:
-                raise QueueFull(1.0)
             self._start(self._single, {answer: queued})
         else:
             self._queue[answer] = queued
-            timer = loop.call_later(self._max_wait_s, self._reject, answer)
+            max_wait_s = min(MAX_WAIT_S, (deadline - loop.time()) / 2)
+            timer = loop.call_later(max_wait_s, self._reject, answer, max_wait_s)
             answer.add_done_callback(lambda _: timer.cancel())
             answer.add_done_callback(lambda _: self._queue.pop(answer, None))  # still there if its caller was cancelled
             if not self._scheduled and len(self._in_flight) < self._max_calls:
@@ -99,10 +91,10 @@ class MicroBatcher(Generic[Item, Answer]):
                 loop.call_soon(self._send_batches)  # with all items that arrive in this pass of the event loop
         return await answer
 
-    def _reject(self, answer: asyncio.Future[Answer]) -> None:
+    def _reject(self, answer: asyncio.Future[Answer], waited_s: float) -> None:
         """Reject an item unless it has been sent."""
         if answer in self._queue and not answer.done():
-            answer.set_exception(QueueFull(self._max_wait_s))
+            answer.set_exception(QueueFull(waited_s))
 
     def _send_batches(self) -> None:
         self._scheduled = False
@@ -111,8 +103,7 @@ class MicroBatcher(Generic[Item, Answer]):
                 self._start(self._in_flight, batch)
 
     def _next_batch(self) -> dict[asyncio.Future[Answer], _Queued[Item]]:
-        """Take the oldest items from the queue, up to `max_weight`; drop expired ones."""
-        now = asyncio.get_running_loop().time()
+        """Take the oldest items from the queue, up to `max_weight`."""
         batch, weight_left = {}, self._max_weight
         while self._queue:
             answer, queued = next(iter(self._queue.items()))
@@ -121,20 +112,13 @@ class MicroBatcher(Generic[Item, Answer]):
             del self._queue[answer]
             if answer.done():  # its caller was just cancelled
                 continue
-            if queued.deadline <= now:
-                answer.set_exception(DeadlineExceeded(queued.deadline - queued.arrived))
-                continue
             batch[answer] = queued
             weight_left -= queued.weight
         return batch
 
     def _start(self, calls: set[asyncio.Task[None]], batch: dict[asyncio.Future[Answer], _Queued[Item]]) -> None:
-        # A call belongs to several traces; it continues that of its first item.
-        first = next(iter(batch.values()))
-        task = first.context.run(asyncio.get_running_loop().create_task, self._call(batch))
-        for queued in batch.values():
-            wait_s = asyncio.get_running_loop().time() - queued.arrived
-            queued.context.run(tracing.note, batch=len(batch), waiting_ms=round(1e3 * wait_s, 3))
+        # Several requests share the call: in the context of the first one, Serve would cancel it together with that.
+        task = contextvars.Context().run(asyncio.get_running_loop().create_task, self._call(batch))
         calls.add(task)
         waiting = len(batch)
 

@@ -20,7 +20,6 @@ from infembed_ray.errors import in_one_line
 from infembed_ray.serving.http.body import LIMIT_VARIABLE, BodyReader
 from infembed_ray.serving.http.errors import ApiError, too_many_requests
 from infembed_ray.serving.routing.admission import AdmissionControl, has_header
-from infembed_ray.serving.tracing import RequestSpan, requested
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +34,7 @@ SERVE_PREFIX = "/-/"
 def middlewares() -> list[Middleware]:
     """Return the proxy's middleware, the innermost first. Serve's proxy imports this function by its path."""
     limit = float(os.environ.get(LIMIT_VARIABLE) or ServeSettings.model_fields["max_body_mib"].default)
-    edge = [Middleware(RequestSpan)] if requested() else []
-    return [Middleware(Retry), Middleware(AdmissionControl), Middleware(BodyReader, max_body_mib=limit), *edge]
+    return [Middleware(Retry), Middleware(AdmissionControl), Middleware(BodyReader, max_body_mib=limit)]
 
 
 class Retry:

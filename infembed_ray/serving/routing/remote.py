@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from infembed_ray import ray_compat
-from infembed_ray.serving.encoder.batching import QueueFull
 from infembed_ray.serving.service import ReplicaLost
 
 RETRY_AFTER_S = 1.0
-"""Retry-After when a replica is full or lost and nothing gives a better estimate."""
+"""Retry-After when a replica is lost and nothing gives a better estimate."""
 MAX_RETRY_AFTER_S = 10.0
 """Largest Retry-After of a deployment without replicas; it grows with the time since the last one was lost."""
 POLL_S = 0.25
@@ -44,7 +43,6 @@ class RemoteDeployment:
 
         Raises:
             ReplicaLost: the replica was lost, or there is none.
-            QueueFull: all replicas are full.
             Exception: what the method raised.
         """
         handle = self._methods.get(method)
@@ -80,7 +78,5 @@ class RemoteDeployment:
                 raise
         except RayTaskError as error:
             raise error.cause from error
-        except BackPressureError as error:
-            raise QueueFull(RETRY_AFTER_S) from error
         except (RayActorError, DeploymentUnavailableError, TaskCancelledError) as error:
             raise ReplicaLost(RETRY_AFTER_S) from error

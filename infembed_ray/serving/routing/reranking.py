@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
+from infembed_ray.config.serving import RerankSettings
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, QueueFull
 from infembed_ray.serving.routing.fan_out import Deployment, now
 from infembed_ray.serving.schema import SearchHit
@@ -28,19 +28,6 @@ _REASONS = {
 log = logging.getLogger(__name__)
 
 
-class RerankSpec(BaseModel):
-    """The re-ranking stage of a release, in plain JSON."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    application: str
-    """Serve application of the reranker."""
-    by_default: bool
-    depth: int
-    weight: float
-    budget_ms: float
-
-
 class Reranked(NamedTuple):
     """The hits of every query, a note if they are in the retrieval's order, and the duration."""
 
@@ -53,21 +40,21 @@ class RerankStage:
     """Re-orders the first hits of searches. All calls come from one event loop.
 
     Args:
-        spec: depth, weight and budget.
+        settings: depth, weight and budget.
         reranker: has `score_many(list[(query, instruction, texts)], timeout_s) -> list[array]` and `ready()`.
 
     Attributes:
         counts: searches by outcome, one of `OUTCOMES`.
     """
 
-    def __init__(self, spec: RerankSpec, reranker: Deployment) -> None:
-        self.spec = spec
+    def __init__(self, settings: RerankSettings, reranker: Deployment) -> None:
+        self.settings = settings
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._reranker = reranker
 
     def asked(self, rerank: bool | None) -> bool:
         """Return whether to re-rank a search, by its field `rerank`."""
-        return self.spec.by_default if rerank is None else rerank
+        return rerank is not False
 
     async def __call__(
         self, queries: Sequence[Query], results: Sequence[Sequence[SearchHit]], deadline: float
@@ -80,20 +67,20 @@ class RerankStage:
             deadline: of the search, by the event loop's time.
         """
         start = time.perf_counter()
-        budget_s = min(self.spec.budget_ms / 1e3, deadline - now())
+        budget_s = min(self.settings.budget_ms / 1e3, deadline - now())
         items = [
-            (query.text, query.instruction, [hit.text for hit in hits[: self.spec.depth]])
+            (query.text, query.instruction, [hit.text for hit in hits[: self.settings.depth]])
             for query, hits in zip(queries, results, strict=True)
         ]
         outcome, scores = await self._scores(items, budget_s)
         self.counts[outcome] += 1
         if scores is None:
-            reason = _REASONS[outcome].format(budget=self.spec.budget_ms)
+            reason = _REASONS[outcome].format(budget=self.settings.budget_ms)
             note = f"Not re-ranked: {reason}. The hits are in the retrieval's order."
             ordered = [list(hits) for hits in results]
         else:
             note = None
-            ordered = [_in_order(hits, s, self.spec.weight) for hits, s in zip(results, scores, strict=True)]
+            ordered = [_in_order(hits, s, self.settings.weight) for hits, s in zip(results, scores, strict=True)]
         return Reranked(ordered, note, 1e3 * (time.perf_counter() - start))
 
     async def ready(self) -> bool:

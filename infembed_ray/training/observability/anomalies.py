@@ -17,6 +17,8 @@ WINDOW = 50
 """Number of preceding losses whose median is the usual loss."""
 FEWEST = 10
 """Minimum number of losses for that median."""
+SKIPPED = 10
+"""Steps in a row without an update, because they were not finite, after which the run stops."""
 _LISTED_RECORDS = 8
 """Maximum number of records that a message lists."""
 _TO_CONTINUE: Mapping[Kind, Action] = {"nonfinite": "skip", "no_negatives": "warn", "spike": "warn"}
@@ -40,6 +42,8 @@ class Monitor:
     def __init__(self, settings: TrainSettings, events: EventLog, losses: Sequence[float | None] = ()) -> None:
         self.stopped: str | None = None
         self._policy = settings.anomalies
+        self._skipped = 0  # steps in a row without an update, because they were not finite
+        self._lower = f"lower learning_rate={settings.learning_rate:g}, which starts the run from the beginning"
         self._remedy = f"inspect these records, or lower learning_rate={settings.learning_rate:g}"
         self._events = events
         self._losses = deque((loss for loss in losses if loss is not None), maxlen=WINDOW)
@@ -55,7 +59,7 @@ class Monitor:
         """
         loss = measured["loss"]
         if not math.isfinite(loss):
-            return self._act("nonfinite", self._policy.nonfinite, step, f"the loss is {loss}", records, self._remedy)
+            return self._not_finite(step, f"the loss is {loss}", records)
         repeated, self._without_negatives = self._without_negatives, measured["without_negatives"] == 1.0
         if self._without_negatives:
             if repeated and self._policy.no_negatives == "warn":
@@ -74,8 +78,25 @@ class Monitor:
     def check_gradients(self, step: int, norm: float, records: Sequence[str]) -> None:
         """Judge the gradient norm of an approved step. The engine makes no update if it is not finite."""
         if not math.isfinite(norm):
-            problem = "the loss is finite, but its gradients are not"
-            self._act("nonfinite", self._policy.nonfinite, step, problem, records, self._remedy)
+            self._not_finite(step, "the loss is finite, but its gradients are not", records)
+        else:
+            self._skipped = 0
+
+    def check_embeddings(self, step: int, finite: bool) -> None:
+        """Judge the weights after a step, by whether embeddings are finite. No action continues with others."""
+        if not finite:
+            self._stop(step, "the model gives embeddings that are not finite, so its weights have diverged")
+
+    def _not_finite(self, step: int, problem: str, records: Sequence[str]) -> bool:
+        self._skipped += 1
+        if self._policy.nonfinite == "skip" and self._skipped >= SKIPPED:
+            self._stop(step, f"{problem}, and {SKIPPED} steps in a row had no update, so the weights have diverged")
+            return False
+        return self._act("nonfinite", self._policy.nonfinite, step, problem, records, self._remedy)
+
+    def _stop(self, step: int, problem: str) -> None:
+        self.stopped = f"step {step}: {problem}: stopped, nothing is published; {self._lower}"
+        self._events.write(Event(step, "nonfinite", "stop", self.stopped))
 
     def _act(self, kind: Kind, action: Action, step: int, problem: str, records: Sequence[str], remedy: str) -> bool:
         """Log the anomaly; return whether the step may update the weights."""

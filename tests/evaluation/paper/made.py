@@ -5,8 +5,8 @@ import zlib
 import numpy as np
 
 from infembed_ray.evaluation.results import Results, TaskSummary
+from infembed_ray.evaluation.tasks.catalogue import BENCHMARKS
 from infembed_ray.evaluation.tasks.infir import FIGURES
-from infembed_ray.evaluation.tasks.registry import BENCHMARKS
 from infembed_ray.evaluation.tasks.task import Figure
 
 QUERIES = [f"q{n}" for n in range(20)]

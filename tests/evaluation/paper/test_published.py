@@ -6,7 +6,7 @@ import pytest
 
 from infembed_ray.evaluation.paper.published import COLUMNS, TABLES
 from infembed_ray.evaluation.paper.sheets import plain
-from infembed_ray.evaluation.tasks.registry import TASKS
+from infembed_ray.evaluation.tasks.catalogue import TASKS
 from infembed_ray.training.losses import Objective
 
 SCORES = ("Robust04 MAP", "News21 nDCG@5", "Core17 MAP")

@@ -6,7 +6,7 @@ import pytest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.paper.collection import collect
 from infembed_ray.evaluation.paper.published import TABLES
-from infembed_ray.evaluation.paper.report import of_evaluation
+from infembed_ray.evaluation.paper.results_report import of_evaluation
 from infembed_ray.evaluation.paper.sheets import obedience, ours, papers, stands_for
 from infembed_ray.evaluation.retrievers import baselines
 from tests.evaluation.paper import made

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoTokenizer
 from infembed_ray.config.training import Lora
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.retrievers.retriever import Encoder
+from infembed_ray.evaluation.retrievers.retriever import TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling import adapters
 from infembed_ray.modeling.encoder import InstructionEncoder
@@ -48,7 +48,7 @@ E5_TEXTS = [
 
 def load(batch_tokens=64, **settings):
     encoder = baselines.load(baselines.resolve("x", settings), "cpu", batch_tokens)
-    assert isinstance(encoder, Encoder)
+    assert isinstance(encoder, TextEncoder)
     return encoder
 
 

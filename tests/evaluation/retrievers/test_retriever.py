@@ -1,8 +1,8 @@
-from infembed_ray.config.evaluation import EncoderSettings
+from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.formats import passage_text, query_text, split
 
-E5 = EncoderSettings(
+E5 = RetrieverSettings(
     model="e5", instructed_query="query: {query} {instruction}", plain_query="query: {query}", passage="p: {passage}"
 )
 

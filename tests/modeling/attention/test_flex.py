@@ -1,5 +1,7 @@
 """Block masks of prefix trees against the rule for tokens, and FlexAttention against dense masks."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -72,6 +74,35 @@ def test_trees_by_flex_attention_give_the_gradients_of_each_text_alone():
         )
     )
     assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_the_kernel_compiles_many_shapes_and_then_fails(monkeypatch, in_a_thread):
+    """As on torch 2.11, whose `torch.compile` takes no limit: past the limit, the kernel may not compute all scores."""
+    original = torch.compile
+
+    def compile_of_2_11(model, *, fullgraph=False, dynamic=None):
+        return original(model, fullgraph=fullgraph, dynamic=dynamic, backend="eager")
+
+    def attend(query, key, value, block_mask, scale, enable_gqa):
+        return query * 2
+
+    monkeypatch.setattr(torch, "compile", compile_of_2_11)
+    monkeypatch.setattr(flex, "flex_attention", attend)
+    monkeypatch.setattr(flex, "_SHAPES", 12)  # the default is 8
+    compiled = flex._kernel.__wrapped__("cuda")
+    monkeypatch.setattr(flex, "_kernel", lambda device: compiled)
+
+    def run(width):
+        states = torch.ones(1, 1, width, 1)
+        return FlexTreeAttention(None, width)(torch.nn.Module(), states, states, states).sum()
+
+    # A thread of autograd, which recomputes layers; the limit of this one was raised by other tests.
+    with ThreadPoolExecutor(1) as thread, torch._dynamo.config.patch(recompile_limit=8):
+        call = (lambda width: thread.submit(run, width).result()) if in_a_thread else run
+        assert [call(width) for width in range(2, 2 + flex._SHAPES)] == [2 * w for w in range(2, 2 + flex._SHAPES)]
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            call(2 + flex._SHAPES)
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def test_every_request_gets_the_vectors_of_its_sequences(requests: list[list[lis
     model = Model()
 
     async def run() -> list[np.ndarray]:
-        engine = BatchingEngine(model, batch_tokens=batch_tokens, max_queue=1000)
+        engine = BatchingEngine(model, batch_tokens=batch_tokens)
         return await asyncio.gather(*[engine.embed(request) for request in requests])
 
     for request, vectors in zip(requests, asyncio.run(run()), strict=True):
@@ -169,28 +169,6 @@ def test_sequences_of_all_lengths_make_progress() -> None:
         await asyncio.wait_for(engine.embed([sequence(50)]), timeout=30)
         stop.set()
         await asyncio.gather(*clients)
-
-    asyncio.run(run())
-
-
-def test_a_full_queue_rejects_with_an_estimate_of_the_wait() -> None:
-    async def run() -> None:
-        model = Model()
-        engine = BatchingEngine(model, max_queue=3)
-        first = await occupy_model(model, engine)
-        waiting = [asyncio.create_task(engine.embed([sequence(4)])) for _ in range(2)]
-        await wait_until_async(lambda: engine.waiting == 2)
-        # Room for one is left: a request larger than the whole queue is taken, or it could never be served.
-        large = asyncio.create_task(engine.embed([sequence(4)] * 10))
-        await wait_until_async(lambda: engine.waiting == 12)
-        with pytest.raises(QueueFull) as refusal:
-            await engine.embed([sequence(4)])
-        assert refusal.value.retry_after_s > 0
-        assert pickle.loads(pickle.dumps(refusal.value)).retry_after_s == refusal.value.retry_after_s
-        assert engine.waiting == 12
-        model.gate.set()
-        await asyncio.gather(first, *waiting, large)
-        assert (await engine.embed([sequence(4)])).shape[0] == 1  # room again
 
     asyncio.run(run())
 
@@ -308,46 +286,21 @@ def test_a_request_that_expires_in_the_model_fails_at_once_and_affects_no_other(
     asyncio.run(run())
 
 
-def test_a_huge_request_leaves_room_for_others_and_their_turn_comes_next() -> None:
+def test_a_huge_request_does_not_delay_others() -> None:
     async def run() -> None:
         model = Model()
-        engine = BatchingEngine(model, batch_tokens=50, max_queue=16)
+        engine = BatchingEngine(model, batch_tokens=50)
         first = await occupy_model(model, engine)
         huge = asyncio.create_task(engine.embed([sequence(10)] * 500))
         singles = [asyncio.create_task(engine.embed([sequence(10, first=n)])) for n in range(1, 15)]
         await wait_until_async(lambda: engine.waiting == 514)
-        with pytest.raises(QueueFull):  # the huge one counts as two, these as one each
-            await engine.embed([sequence(10)])
         model.gate.set()
         await asyncio.gather(*singles)
         assert len(model.batches) <= 1 + 5
         assert not huge.done()
         huge.cancel()
         await wait_until_async(lambda: engine.waiting == 0)
-        late = [asyncio.create_task(engine.embed([sequence(10)])) for _ in range(16)]  # all its room is free again
-        await asyncio.gather(first, *late)
-
-    asyncio.run(run())
-
-
-def test_the_free_places_in_the_queue_are_restored_after_any_traffic() -> None:
-    async def run() -> None:
-        model = Model()
-        engine = BatchingEngine(model, batch_tokens=60, max_queue=8)
-        for rows in (1, 3, 8, 30):
-            tasks = [asyncio.create_task(engine.embed([sequence(5)] * rows, timeout_s=t)) for t in (60, 1e-4)]
-            await asyncio.gather(*tasks, return_exceptions=True)
-        model.batches.clear()
-        first = await occupy_model(model, engine)
-        rest = [asyncio.create_task(engine.embed([sequence(5)])) for _ in range(8)]
-        await wait_until_async(lambda: engine.waiting == 8)
-        with pytest.raises(QueueFull):
-            engine.require_capacity()
-        model.gate.set()
-        await asyncio.gather(first, *rest)
-        engine.require_capacity(ahead=7)
-        with pytest.raises(QueueFull):
-            engine.require_capacity(ahead=8)
+        await first
 
     asyncio.run(run())
 
@@ -416,7 +369,7 @@ def test_the_measured_overhead_is_the_models(
 def test_a_request_that_would_wait_too_long_is_rejected_and_the_next_is_not() -> None:
     async def run() -> None:
         model = Model()
-        engine = BatchingEngine(model, batch_tokens=40, max_queue=10_000, overhead_tokens=0)
+        engine = BatchingEngine(model, batch_tokens=40, overhead_tokens=0)
         await engine.embed([sequence(10)])
         model.batches.clear()
         first = await occupy_model(model, engine)
@@ -424,22 +377,23 @@ def test_a_request_that_would_wait_too_long_is_rejected_and_the_next_is_not() ->
         engine.counters.texts, engine.counters.seconds = 10, 1.0
         crowd = [asyncio.create_task(engine.embed([sequence(10)], timeout_s=60)) for _ in range(30)]
         await wait_until_async(lambda: engine.waiting == 30)  # three seconds' work
-        engine.require_capacity(timeout_s=60)
-        engine.require_capacity(timeout_s=None)
+        engine.require_capacity(1, timeout_s=60)
+        engine.require_capacity(1)
         with pytest.raises(QueueFull) as refusal:
             await engine.embed([sequence(10)], timeout_s=5)
         assert 3 <= refusal.value.retry_after_s < 4
+        assert pickle.loads(pickle.dumps(refusal.value)).retry_after_s == refusal.value.retry_after_s
         crowd += [asyncio.create_task(engine.embed([sequence(10)])) for _ in range(20)]
         await wait_until_async(lambda: engine.waiting == 50)
         with pytest.raises(QueueFull):  # longer than anybody should wait
-            engine.require_capacity(timeout_s=60)
-        engine.require_capacity(sequences=60, timeout_s=60)  # but for one that takes as long itself
+            engine.require_capacity(1, timeout_s=60)
+        engine.require_capacity(60, timeout_s=60)  # but for one that takes as long itself
         for task in crowd[:-5]:
             task.cancel()
         await wait_until_async(lambda: engine.waiting == 5)
         bulk = asyncio.create_task(engine.embed([sequence(10)] * 400, timeout_s=60))
         await wait_until_async(lambda: engine.waiting == 405)
-        engine.require_capacity(timeout_s=5)  # whose turn is next, however much is behind it
+        engine.require_capacity(1, timeout_s=5)  # whose turn is next, however much is behind it
         bulk.cancel()
         model.gate.set()
         await asyncio.gather(first, *crowd[-5:])

@@ -13,8 +13,7 @@ from infembed_ray.modeling import onnx, precision
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.serving.encoder import calibration
 from infembed_ray.serving.encoder.calibration import REFERENCE, Candidate
-from infembed_ray.serving.encoder.runtime import OnnxRuntime
-from infembed_ray.serving.encoder.torch_runtime import TorchRuntime
+from infembed_ray.serving.encoder.runtime import OnnxRuntime, TorchRuntime
 from tests.modeling import backbones
 
 pytestmark = pytest.mark.integration

@@ -75,15 +75,15 @@ def test_token_arrays_are_embedded_as_the_text_they_decode_to(path):
     asyncio.run(run())
 
 
-def test_a_full_queue_rejects_before_tokenising(path):
+def test_a_request_that_would_wait_too_long_is_rejected_before_tokenising(path, monkeypatch):
     async def run():
-        engine = load(path, runtime="torch", max_queue=4)
-        answers = await asyncio.gather(
-            *[engine.embed([query], "passage") for query in QUERIES * 5], return_exceptions=True
-        )
-        refused = [answer for answer in answers if isinstance(answer, QueueFull)]
-        assert len(refused) == engine.facts.counters.refused == 16
-        assert len((await engine.embed(["room again"], "passage")).vectors) == 1
+        engine = load(path, runtime="torch")
+        tokenized = []
+        monkeypatch.setattr(engine._tokenizer, "tokenize_passages", tokenized.append)
+        monkeypatch.setattr(engine._engine, "_wait_s", lambda sequences: 9.0)
+        with pytest.raises(QueueFull):
+            await engine.embed(["text"], "passage", timeout_s=10)
+        assert (tokenized, engine.facts.counters.refused) == ([], 1)
 
     asyncio.run(run())
 

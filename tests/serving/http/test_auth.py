@@ -141,7 +141,7 @@ def test_a_file_that_becomes_unreadable_keeps_the_last_good_keys_and_is_logged_o
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "holds no key; create one with `infembed key"),
+        ("", "holds no key; create one with `infembed serve key"),
         ("# nothing but this\n", "holds no key"),
         ("ifr-a-key-in-the-clear alice\n", "line 1 is not `SHA-256 NAME"),
         ("0" * 64 + " a\n" + "1" * 64 + " a\n", "line 2: the name 'a' appears twice"),
@@ -248,19 +248,19 @@ def test_a_name_is_used_once(tmp_path: Path) -> None:
 
 def test_the_command_prints_the_key_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys"
-    assert main(["key", "alice", str(file)]) == 0
+    assert main(["serve", "key", "alice", str(file)]) == 0
     printed = capsys.readouterr()
     assert ApiKeys(file=file).find(bearer(printed.out.strip()))
     assert "api_keys_file=" in printed.err
-    assert main(["key", "alice", str(file)]) == 2
-    assert "infembed key: name='alice'" in capsys.readouterr().err
-    assert main(["key", "bob", str(tmp_path / "no" / "keys")]) == 2
+    assert main(["serve", "key", "alice", str(file)]) == 2
+    assert "infembed serve key: name='alice'" in capsys.readouterr().err
+    assert main(["serve", "key", "bob", str(tmp_path / "no" / "keys")]) == 2
 
 
 def test_keys_have_the_collections_of_their_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys"
     everything, one = new_key("all", file), new_key("one", file, "read,write", 2.5, "news,law-2")
-    assert main(["key", "two", str(file), "--scopes", "read", "--collections", "index"]) == 0
+    assert main(["serve", "key", "two", str(file), "--scopes", "read", "--collections", "index"]) == 0
     two = capsys.readouterr().out.strip()
     line = next(line for line in file.read_text().splitlines() if " one " in line)
     assert line.split()[1:] == ["one", "read,write", "2.5/s", "collections=news,law-2"]

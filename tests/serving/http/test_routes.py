@@ -11,8 +11,6 @@ import pytest
 from starlette.testclient import TestClient
 
 from infembed_ray.serving import schema
-from infembed_ray.serving.http.app import create_app
-from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.service import Found, Search
 from tests.serving.debug import CARD, PASSAGES, DebugService, listening
 from tests.serving.http.clients import JSON, client_of, make_app, refused, vector
@@ -292,17 +290,3 @@ def test_a_read_only_service_rejects_changes_and_still_reads() -> None:
     ):
         assert refused(answer, 403)["code"] == "read_only"
     assert client.get("/v1/documents/p0").json()["text"] == "passage 0"
-
-
-def test_a_canary_answers_searches_but_no_embeddings_and_no_search_that_waits_for_a_change() -> None:
-    canary = DebugService(card=CARD.model_copy(update={"index_version": "v2"}))
-    current = DebugService()
-    current.sequence = 3
-    app = create_app(current, "f", ApiKeys(), searches=lambda _: canary)
-    client = client_of(app)
-    assert client.post("/v1/search", json={"query": "x"}).json()["index_version"] == "v2"
-    searched = canary.engine.counters.texts
-    assert client.post("/v1/embeddings", json={"input": "x"}).status_code == 200
-    found = client.post("/v1/search", json={"query": "x", "min_sequence": 3}).json()
-    assert (found["index_version"], found["sequence"]) == ("v1", 3)
-    assert canary.engine.counters.texts == searched

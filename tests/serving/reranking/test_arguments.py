@@ -9,7 +9,8 @@ import pytest
 
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.serving.reranking.arguments import RerankerArguments, resolve
+from infembed_ray.serving.release import RerankerArguments
+from infembed_ray.serving.reranking.arguments import resolve
 from tests.evaluation.retrievers import models
 from tests.modeling import backbones
 
@@ -71,14 +72,10 @@ def test_a_baseline_over_a_model_of_its_own(encoder: str, tmp_path: Path) -> Non
 
 def test_what_the_api_does_with_the_scores_starts_no_other_reranker(encoder: str) -> None:
     first = resolved(encoder, kind="late_interaction")
-    for change in ({"depth": 7}, {"weight": 0.5}, {"budget_ms": 9.0}, {"by_default": False}):
+    for change in ({"depth": 7}, {"weight": 0.5}, {"budget_ms": 9.0}):
         assert resolved(encoder, kind="late_interaction", **change).application == first.application
-    for change in ({"replicas": 2}, {"cpus": 2.0}, {"max_queue": 7}, {"batch_tokens": 64}):
+    for change in ({"replicas": 2}, {"cpus": 2.0}):
         assert resolved(encoder, kind="late_interaction", **change).application != first.application
-    settings = ServeSettings.from_mapping({"index": "i", "rerank": {"kind": "late_interaction", "depth": 7}})
-    assert settings.rerank is not None
-    spec = first.spec(settings.rerank)
-    assert (spec.application, spec.depth, spec.weight) == (first.application, 7, 1.0)
 
 
 def test_arguments_round_trip_through_the_config_file(encoder: str, classifier: str) -> None:

@@ -13,8 +13,8 @@ from infembed_ray.config.serving import RerankSettings, ServeSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.late_interaction import LateInteraction
 from infembed_ray.retrieval.index import Index
-from infembed_ray.serving.arguments import RERANKER
 from infembed_ray.serving.distributed import run, serving
+from infembed_ray.serving.release import RERANKER
 from tests.serving.http_client import ask, values
 from tests.serving.releases import replica
 from tests.support.waiting import wait_until

@@ -12,8 +12,8 @@ from typing import Any, cast
 import httpx
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
+from infembed_ray.config.serving import RerankSettings, ServeSettings
 from infembed_ray.retrieval.shards import Build, Shard, shard_of
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
@@ -21,11 +21,11 @@ from infembed_ray.serving import explaining, schema
 from infembed_ray.serving.encoder.batching import Embedded, QueueFull
 from infembed_ray.serving.http.app import create_app
 from infembed_ray.serving.http.auth import ApiKeys
-from infembed_ray.serving.routing import blue_green, encoder_calls, fan_out, hedging
-from infembed_ray.serving.routing.blue_green import Release, ReleaseSpec
-from infembed_ray.serving.routing.encoder_calls import EncoderCalls, Inputs
-from infembed_ray.serving.routing.outcomes import Outcomes
-from infembed_ray.serving.routing.reranking import RerankSpec, RerankStage
+from infembed_ray.serving.release import CollectionSpec, EncoderArguments, IndexArguments
+from infembed_ray.serving.routing import blue_green, encoder_calls, fan_out, micro_batching, retries
+from infembed_ray.serving.routing.blue_green import Release
+from infembed_ray.serving.routing.encoder_calls import EncoderCalls, EncoderInputs
+from infembed_ray.serving.routing.reranking import RerankStage
 from infembed_ray.serving.service import (
     Document,
     Query,
@@ -66,7 +66,9 @@ class Encoder:
         await (self.held.wait() if self.held else asyncio.sleep(0.001))
         answers = []
         for item in items:
-            texts = list(item.inputs) if isinstance(item, Inputs) else [f"{q.instruction} {q.text}" for q in item]
+            texts = (
+                list(item.inputs) if isinstance(item, EncoderInputs) else [f"{q.instruction} {q.text}" for q in item]
+            )
             answers.append(Embedded(np.stack([vector(text) for text in texts]), len(texts)))
         return pickle.loads(pickle.dumps(answers))
 
@@ -119,12 +121,17 @@ class World:
             id="m", created=1, dimension=DIMENSION, encoder="e", index_version="v1", passages=len(PASSAGES),
             vocabulary=9, metadata={"year": "integer"}, writable=writable, lexical=True,
         )  # fmt: skip
-        self.spec = ReleaseSpec(
-            fingerprint="f", encoder="e", index="i", shards=("s0", "s1", "s2"), changes=str(root / "changes"), card=card
+        settings = ServeSettings(index="")
+        self.spec = CollectionSpec(
+            encoder=EncoderArguments(model="m", fingerprint="e", settings=settings),
+            index=IndexArguments(index=str(root), version="v1", settings=settings),
+            shards=("s0", "s1", "s2"),
+            changes=str(root / "changes"),
+            card=card,
         )
 
-    def calls(self, encoder: Encoder | None = None, timeout_s: float = 20, **options: Any) -> EncoderCalls:
-        return EncoderCalls(encoder or self.encoder, timeout_s=timeout_s, **options)
+    def calls(self, encoder: Encoder | None = None, **options: Any) -> EncoderCalls:
+        return EncoderCalls(encoder or self.encoder, **options)
 
     def release(self, calls: EncoderCalls, timeout_s: float = 20, **options: Any) -> Release:
         return Release(self.spec, calls, self.shards, self.encoder, timeout_s=timeout_s, **options)
@@ -137,7 +144,7 @@ class World:
         **options: Any,
     ) -> None:
         async def run() -> None:
-            calls = self.calls(timeout_s=timeout_s, query_cache_bytes=query_cache_bytes)
+            calls = self.calls(query_cache_bytes=query_cache_bytes)
             await scenario(self.release(calls, timeout_s, **options))
 
         asyncio.run(run())
@@ -194,7 +201,7 @@ def test_the_first_hits_are_reranked_before_they_are_cut_to_top_k(world: World) 
         lengths["reranked"] = max(len(texts) for _, _, texts in arguments[0])
         return [np.array([relevance(i, text) for text in texts], np.float32) for _, i, texts in arguments[0]]
 
-    spec = RerankSpec(application="r", by_default=False, depth=depth, weight=1.0, budget_ms=10_000)
+    settings = RerankSettings(kind="late_interaction", depth=depth, weight=1.0, budget_ms=10_000)
 
     async def scenario(release: Release) -> None:
         by_cosine = best("I q", depth)
@@ -206,7 +213,7 @@ def test_the_first_hits_are_reranked_before_they_are_cut_to_top_k(world: World) 
         assert found.timings.rerank_ms is not None
         found = await release.search(Search([Query("q", "I")], 30, rerank=True))
         assert [hit.id for hit in found.results[0]] == expected + best("I q", 30)[depth:]
-        found = await release.search(Search([Query("q", "I")], 5))  # not by default
+        found = await release.search(Search([Query("q", "I")], 5, rerank=False))
         assert [hit.id for hit in found.results[0]] == by_cosine[:5]
         assert found.timings.rerank_ms is None
         lengths["reranked"] = -1
@@ -215,7 +222,7 @@ def test_the_first_hits_are_reranked_before_they_are_cut_to_top_k(world: World) 
         assert [note for note in found.notes if "the reranker is not available" in note]
         assert await release.ready(with_reranker=True)
 
-    world.play(scenario, reranker=RerankStage(spec, reranker))
+    world.play(scenario, reranker=RerankStage(settings, reranker))
 
 
 def test_put_documents_are_found_and_deleted_ones_are_not(world: World) -> None:
@@ -256,8 +263,8 @@ def test_a_call_is_retried_when_a_replica_is_lost_but_not_when_it_is_full(world:
     world.play(scenario)
 
 
-def test_a_call_to_a_silent_encoder_replica_is_hedged(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hedging, "INITIAL_SLOW_S", 0.05)
+def test_a_call_to_a_silent_encoder_replica_is_made_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "SILENCE_S", 0.05)
 
     class HalfSilent(Encoder):
         async def __call__(self, method: str, *arguments: Any) -> Any:
@@ -413,18 +420,6 @@ def test_an_explanation_says_what_it_could_not_know(world: World, monkeypatch: p
     world.play(scenario, timeout_s=1)
 
 
-def test_a_background_search_is_not_counted(world: World) -> None:
-    registry = CollectorRegistry()
-
-    async def scenario(release: Release) -> None:
-        await release.search(Search([Query("q", INSTRUCTION)], 3, explain=True))
-        await release.search(Search([Query("q")], 3, background=True))
-
-    world.play(scenario, outcomes=Outcomes(registry))
-    counted = registry.get_sample_value("infembed_release_requests_total", {"release": "f", "outcome": "answered"})
-    assert counted == 1
-
-
 def test_it_is_ready_when_everything_answers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(release: Release) -> None:
         assert await release.ready()
@@ -464,7 +459,7 @@ def test_a_call_gets_the_time_left_of_its_request(world: World) -> None:
 
 
 def test_a_search_that_has_waited_too_long_is_rejected(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder_calls, "MAX_WAIT_S", 0.1)
+    monkeypatch.setattr(micro_batching, "MAX_WAIT_S", 0.1)
 
     async def scenario(release: Release) -> None:
         world.encoder.held = asyncio.Event()

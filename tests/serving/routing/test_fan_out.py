@@ -71,7 +71,7 @@ class World:
     def play(self, scenario: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
         async def run() -> None:
             named = {f"s{n}": shard for n, shard in enumerate(self.shards)}
-            fan = FanOut(named, replicas=1, max_wait_s=5)
+            fan = FanOut(named, replicas=1)
 
             async def search(k: int = 10, partial: bool = False, timeout_s: float = 5, **options: Any) -> Ranked:
                 return await fan.search(ShardQuery(QUERIES, k, **options), fan_out.now() + timeout_s, partial)

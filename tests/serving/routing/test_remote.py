@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
-from ray.serve.exceptions import BackPressureError
 
 from infembed_ray.serving.encoder.batching import QueueFull
 from infembed_ray.serving.routing import remote
@@ -81,7 +80,6 @@ def test_errors_of_ray_become_those_of_the_service() -> None:
         return caught.value
 
     assert isinstance(raised(ActorDiedError()), ReplicaLost)
-    assert isinstance(raised(BackPressureError(9, 8)), QueueFull)
     full = raised(RayTaskError("embed", "traceback", QueueFull(3.0)))
     assert isinstance(full, QueueFull)
     assert full.retry_after_s == 3.0

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from infembed_ray.config.serving import RerankSettings
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, QueueFull
-from infembed_ray.serving.routing.reranking import RerankSpec, RerankStage, fused_order
+from infembed_ray.serving.routing.reranking import RerankStage, fused_order
 from infembed_ray.serving.schema import SearchHit
 from infembed_ray.serving.service import Query, ReplicaLost
 
-SPEC = RerankSpec(application="r", by_default=True, depth=3, weight=1.0, budget_ms=200)
+SETTINGS = RerankSettings(kind="late_interaction", depth=3, weight=1.0, budget_ms=200)
 HITS = [SearchHit(id=f"p{n}", score=0.9 - n / 10, text=f"text {n}") for n in range(5)]
 RELEVANCE = {"text 0": 0.1, "text 1": 0.3, "text 2": 0.2, "text 3": 9.0, "text 4": 9.0}
 QUERIES = [Query("q", "i"), Query("other")]
@@ -43,7 +44,7 @@ class Reranker:
 
 
 def rerank(reranker: Reranker, left_s: float = 10.0, **changes: Any) -> tuple[RerankStage, Any]:
-    stage = RerankStage(SPEC.model_copy(update=changes), reranker)
+    stage = RerankStage(SETTINGS.model_copy(update=changes), reranker)
 
     async def run() -> Any:
         return await stage(QUERIES, [HITS, HITS[:2]], asyncio.get_running_loop().time() + left_s)
@@ -97,14 +98,13 @@ def test_the_deadline_of_the_search_limits_the_budget() -> None:
 
 
 def test_a_request_overrides_the_default() -> None:
-    for by_default in (True, False):
-        stage = RerankStage(SPEC.model_copy(update={"by_default": by_default}), Reranker())
-        assert [stage.asked(rerank) for rerank in (None, True, False)] == [by_default, True, False]
+    stage = RerankStage(SETTINGS, Reranker())
+    assert [stage.asked(rerank) for rerank in (None, True, False)] == [True, True, False]
 
 
 def test_a_lost_reranker_is_not_ready() -> None:
-    assert asyncio.run(RerankStage(SPEC, Reranker()).ready())
-    assert not asyncio.run(RerankStage(SPEC, Reranker(ReplicaLost())).ready())
+    assert asyncio.run(RerankStage(SETTINGS, Reranker()).ready())
+    assert not asyncio.run(RerankStage(SETTINGS, Reranker(ReplicaLost())).ready())
 
 
 def test_scores_are_standardised_before_they_are_weighed() -> None:

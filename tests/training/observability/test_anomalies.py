@@ -11,7 +11,7 @@ import torch
 from infembed_ray.config.training import Anomalies, TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.records.tables import Record
-from infembed_ray.training.observability.anomalies import FEWEST, WINDOW, Monitor
+from infembed_ray.training.observability.anomalies import FEWEST, SKIPPED, WINDOW, Monitor
 from infembed_ray.training.observability.events import EventLog, read_events
 from infembed_ray.training.observability.metrics import read_metrics
 from infembed_ray.training.sampler import Sampler
@@ -51,6 +51,30 @@ def test_non_finite_loss_is_skipped_if_configured(tmp_path):
     assert not watch.approves(1, figures(math.nan), ["a"])
     assert watch.stopped is None
     assert read_events(tmp_path)[0].action == "skip"
+
+
+@pytest.mark.parametrize("of_loss", [True, False])
+def test_many_skipped_steps_in_a_row_stop_the_run(tmp_path, of_loss):
+    watch = monitor(tmp_path, nonfinite="skip")
+
+    def step(number, finite):
+        value = 1.0 if finite else math.nan
+        if watch.approves(number, figures(value if of_loss else 1.0), ["a"]):
+            watch.check_gradients(number, 1.0 if of_loss else value, ["a"])
+
+    for number in range(1, SKIPPED):
+        step(number, finite=False)
+    step(SKIPPED, finite=True)
+    for number in range(1, SKIPPED):
+        step(SKIPPED + number, finite=False)
+    assert watch.stopped is None
+    step(2 * SKIPPED, finite=False)
+    assert re.match(
+        rf"step {2 * SKIPPED}: .*, and {SKIPPED} steps in a row had no update, so the weights have diverged: stopped, "
+        r"nothing is published; lower learning_rate=0.0003, which starts the run from the beginning$",
+        watch.stopped,
+    )
+    assert read_events(tmp_path)[-1].action == "stop"
 
 
 @pytest.mark.parametrize(("policy", "stopped"), [("skip", False), ("stop", True)])
@@ -177,6 +201,7 @@ def worker(rank, model, directory):
     torch.distributed.barrier()
     skipping = Anomalies(nonfinite="skip")
     ended["continued"] = train(model, rank, directory / "continued", several, **how, anomalies=skipping)
+    ended["skipping"] = train(model, rank, directory / "skipping", several, **how, anomalies=skipping)
     how = {"learning_rate": 3e-3}
     ended["warned"] = train(model, rank, directory / "warned", one_odd(), **how)
     skipping = Anomalies(spike="skip", spike_factor=1.5)
@@ -201,21 +226,40 @@ def runs(tmp_path_factory):
     return directory, ended
 
 
+DIVERGED = (
+    "step {}: the model gives embeddings that are not finite, so its weights have diverged: stopped, nothing is published; "
+    "lower learning_rate=1e+25, which starts the run from the beginning"
+)
+
+
 @pytest.mark.integration
-def test_diverging_run_stops_and_can_resume_from_its_last_checkpoint(runs):
+def test_diverging_run_stops(runs):
     directory, ended = runs
     stopped = r"^step 2: .* \(records r\d+, r\d+\): stopped, the last checkpoint is kept; .*nonfinite=skip; .*1e\+25$"
     assert re.match(stopped, ended["diverged"])
     assert [line["step"] for line in read_metrics(directory / "diverged")] == [1]
-    assert ended["continued"] is None
-    events = [(event.step, event.action) for event in read_events(directory / "continued")]
-    assert events == [(1, "note"), *((step, "skip") for step in range(2, 7))]
-    first, *others = read_metrics(directory / "continued")
+
+
+@pytest.mark.integration
+def test_a_run_that_skips_to_its_end_publishes_no_model_that_has_diverged(runs):
+    directory, ended = runs
+    assert ended["skipping"] == DIVERGED.format(6)
+    events = [(event.step, event.action) for event in read_events(directory / "skipping")]
+    assert events == [*((step, "skip") for step in range(2, 7)), (6, "stop")]
+    first, *others = read_metrics(directory / "skipping")
     assert [line["step"] for line in others] == [2, 3, 4, 5, 6]
     assert first["loss"] > 0
     assert {(line["loss"], line["grad_norm"]) for line in others} == {(None, None)}
-    (file,) = (directory / "continued" / "tensorboard").iterdir()
+    (file,) = (directory / "skipping" / "tensorboard").iterdir()
     assert [step for step, tag, _, _ in scalars(file) if tag == "learning_rate"] == [1, 2, 3, 4, 5, 6]
+    assert not list((directory / "skipping").glob("*.safetensors"))
+
+
+@pytest.mark.integration
+def test_a_checkpoint_that_has_diverged_says_what_to_do(runs):
+    directory, ended = runs
+    assert ended["continued"] == DIVERGED.format(1)
+    assert not list((directory / "continued").glob("*.safetensors"))
 
 
 def saved(directory, step):

@@ -1,0 +1,158 @@
+"""Verbs that take arguments in place of settings."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from infembed_ray.config.verbs import load
+
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+"""What `ArgumentParser.add_argument` takes."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A verb that takes arguments."""
+
+    help: str
+    function: str
+    """`module:name` of the function of the arguments, below infembed_ray."""
+    arguments: tuple[Argument, ...] = ()
+    example: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Other arguments of the function."""
+
+
+def _argument(*names: str, **facts: Any) -> Argument:
+    return names, facts
+
+
+def create_key(name: str, file: str, scopes: str, rate: float | None, collections: str | None) -> None:
+    """Print a new API key; its hash goes to a file."""
+    print(load("serving.http.auth:new_key")(name, file, scopes, rate, collections))
+    print(
+        f"This key is shown once. Serve with api_keys_file={file}; delete its line there to revoke it.", file=sys.stderr
+    )
+
+
+_JSON = _argument("--json", action="store_true", help="print JSON")
+
+TOOLS = {
+    "plan": Tool("estimate what a training or an index needs and costs", "", example="plan train --help"),
+    "runs": Tool(
+        "list the outputs below a directory, the unfinished ones with their last error and the next command",
+        "cli.runs:print_runs",
+        (
+            _argument("directory", metavar="DIR", help="`output` of a stage or a pipeline, or a directory of several"),
+            _JSON,
+        ),
+        "runs runs",
+    ),
+    "journal": Tool(
+        "check, compact, export, import or reconcile a journal of LLM responses",
+        "llm.journal_tools:run",
+        (
+            _argument("action", choices=("stats", "verify", "compact", "export", "import", "reconcile")),
+            _argument("journal", metavar="DIR", help="directory of the journal"),
+            _argument("file", metavar="FILE", nargs="?", help=".jsonl file to export to or import from"),
+        ),
+        "journal stats runs/records/journal",
+    ),
+    "doctor": Tool(
+        "check this machine's environment and show how to mend it",
+        "cli.doctor:run",
+        (
+            _argument("places", metavar="OUTPUT", nargs="*", help="directories and URIs that outputs go to"),
+            _argument("--endpoint", metavar="URL", help="LLM endpoint up to /v1, to ask for its models: free"),
+            _argument(
+                "--key-env",
+                metavar="NAME",
+                default="OPENAI_API_KEY",
+                help="variable with its key (default: %(default)s)",
+            ),
+            _argument("--port", type=int, default=8000, help="port of an API (default: %(default)s)"),
+        ),
+        "doctor runs",
+    ),
+    "init": Tool(
+        "copy job scripts, their settings files and cluster.yaml to a directory",
+        "cli.init:run",
+        (_argument("directory", metavar="DIR", nargs="?", default=".", help="default: the current directory"),),
+        "init project",
+    ),
+    "quickstart": Tool(
+        "run all stages once on a bundled sample",
+        "quickstart.chain:run",
+        (
+            _argument("--directory", default="runs/quickstart", help="of the outputs (default: %(default)s)"),
+            _argument("--port", type=int, default=8000, help="of the HTTP API (default: %(default)s)"),
+            _argument("--keep-serving", action="store_true", help="keep the HTTP API up until interrupted"),
+        ),
+        "quickstart",
+    ),
+}
+"""Verb -> its function and arguments. `plan` has verbs of its own."""
+
+_INDEX = _argument("directory", metavar="DIR", help="output of `infembed index`, or its address in Milvus")
+_RUN = _argument("run_address", metavar="RUN", help="an output, or a directory whose `latest` names one")
+
+ACTIONS = {
+    "index versions": Tool(
+        "list the versions of an index; mark the latest",
+        "retrieval.admin:run",
+        (_INDEX,),
+        values={"action": "versions"},
+    ),
+    "index verify": Tool(
+        "read an index and its document changes, and check their checksums",
+        "retrieval.admin:run",
+        (_INDEX,),
+        values={"action": "verify"},
+    ),
+    "index use": Tool(
+        "roll an index back or forward to a version",
+        "retrieval.admin:run",
+        (_INDEX, _argument("version", metavar="VERSION", help="id of the version, or the first characters of it")),
+        values={"action": "use"},
+    ),
+    "serve key": Tool(
+        "create an API key: print it and store its hash in a file",
+        "cli.tools:create_key",
+        (
+            _argument("name", metavar="NAME", help="name of its user or purpose"),
+            _argument("file", metavar="FILE", help="`api_keys_file` of `infembed serve`; created if missing"),
+            _argument("--scopes", default="read", help="some of read,write,admin; default: read"),
+            _argument("--rate", type=float, metavar="N", help="maximum requests per second; default: no limit"),
+            _argument("--collections", metavar="NAMES", help="that it may use, such as news,law; default: all"),
+        ),
+    ),
+    "runs show": Tool(
+        "show a run: state, error, next command, what it was made from, gates, cost and size",
+        "cli.runs:print_run",
+        (_RUN, _JSON),
+    ),
+    "runs promote": Tool(
+        "let an alias name a release; `serve` and `evaluate` take the alias",
+        "cli.runs:promote",
+        (
+            _argument(
+                "release", metavar="RUN", help="a release, OUTPUT/release of a pipeline (its latest), or an alias"
+            ),
+            _argument("alias", metavar="ALIAS", help="path or URI that ends in .release, such as runs/live.release"),
+            _JSON,
+        ),
+    ),
+    "runs clean": Tool(
+        "list what can be removed: stale partial outputs, and old versions that nothing names",
+        "cli.runs:clean",
+        (
+            _argument("directory", metavar="DIR", help="`output` of a stage or a pipeline, or a directory of several"),
+            _argument("--yes", action="store_true", help="remove it"),
+            _JSON,
+        ),
+    ),
+}
+"""Verbs of two words."""

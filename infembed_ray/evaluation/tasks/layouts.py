@@ -1,0 +1,357 @@
+"""Readers of the layouts that collections are published in: mteb, BEIR, MAIR, BRIGHT, ir_datasets, bare judgements.
+
+What a collection has decides what it measures: `qrel_diff` gives p-MRR, as in FollowIR; one query under several instructions
+gives Robustness@10, as in InstructIR.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from infembed_ray.errors import InputError, in_one_line
+from infembed_ray.evaluation.metrics import Change
+from infembed_ray.evaluation.tasks.checks import judgements
+from infembed_ray.evaluation.tasks.corpus import mapped
+from infembed_ray.evaluation.tasks.repository import Directory, Repository, has_corpus
+from infembed_ray.evaluation.tasks.task import CORPUS, ROBUSTNESS, Figure, Query, Task
+from infembed_ray.records.tables import FORMATS
+from infembed_ray.storage.object_store import is_uri
+from infembed_ray.storage.places import Place, errors_at, read_binary
+from infembed_ray.storage.steps import open_input
+
+MEASURES = ("nDCG@10", "recall@100", "MAP@1000", "MRR@10")
+"""Figures of your own collection, beside p-MRR and Robustness@10, if the settings give no measures."""
+IR_DATASETS = "ir_datasets:"
+"""Begins the names of tasks that the library ir_datasets provides."""
+ORIGINAL, CHANGED = "og", "changed"
+"""Suffixes of the ids of FollowIR's two versions of a query, and their kinds."""
+_ID = "_id|id"
+_GZIP = b"\x1f\x8b"
+_NOT_AVAILABLE = "N/A"
+"""The only item of an empty list in BRIGHT."""
+
+
+# ------------------------------------------------------------------------------------------------ mteb, BEIR
+
+
+def read_mteb(repository: Repository, split: str = "test") -> Task:
+    """Read a repository in mteb's or BEIR's layout as a task without figures.
+
+    - `corpus`: `_id`, `title` (may be empty or missing), `text`; `queries`: `_id`, `text`. Ids may also be called `id`.
+    - `default` (or `qrels`), the given split or the only one: `query-id`, `corpus-id`, `score`.
+    - `instruction`, optional: `query-id`, `instruction`; otherwise a column of that name in `queries`, if there is one.
+    - `top_ranked`, optional: `query-id`, `corpus-ids`.
+    - a column `group` of `queries`, optional: see `Query`.
+
+    Raises:
+        InputError: a file, a configuration, a column or the instruction of a query is missing; or a query has two
+            instructions or lists of candidates.
+    """
+    corpus = mapped(
+        repository.task,
+        repository.files("corpus"),
+        lambda: ((str(row[_ID]), with_title(row)) for row in repository.rows("corpus", None, (_ID, "text"))),
+    )
+    instructions = repository.by_query("instruction", ("instruction",)) if "instruction" in repository.configs else None
+    queries = []
+    for row in repository.rows("queries", None, (_ID, "text")):
+        query = str(row[_ID])
+        if instructions is not None and query not in instructions:
+            raise InputError(f"tasks={repository.task}: query {query} has no row in `instruction`; give it one")
+        instruction = (row if instructions is None else instructions[query]).get("instruction")
+        group = None if row.get("group") is None else str(row["group"])
+        queries.append(Query(query, str(row["text"]), instruction or None, group=group))
+    judged = repository.rows(_judgements(repository), split, ("query-id", "corpus-id", "score"))
+    candidates: dict[str, list[str]] | None = None
+    if "top_ranked" in repository.configs:
+        ranked = repository.by_query("top_ranked", (), ("corpus-ids",))
+        candidates = {query: [str(document) for document in row["corpus-ids"]] for query, row in ranked.items()}
+    return Task(
+        name=repository.task,
+        corpus=corpus,
+        queries=tuple(queries),
+        qrels=judgements(repository.task, ((row["query-id"], row["corpus-id"], row["score"]) for row in judged)),
+        figures=(),
+        candidates=candidates,
+    )
+
+
+def with_title(row: Mapping[str, Any]) -> str:
+    """Return a document's text after its title, if it has one, as mteb and BEIR join them."""
+    return f"{row['title']} {row['text']}" if row.get("title") else str(row["text"])
+
+
+def _judgements(repository: Repository) -> str:
+    return "qrels" if "qrels" in repository.configs and "default" not in repository.configs else "default"
+
+
+# ------------------------------------------------------------------------------------- published benchmarks
+
+
+def read_followir(repository: Repository, measure: str) -> Task:
+    """Read a task of FollowIR (Weller et al., 2024): candidates are re-ranked under original and changed instructions.
+
+    The configuration `qrel_diff` lists, by query id without version, the documents that are relevant under the original
+    instruction only.
+
+    Args:
+        repository: in mteb's layout; query ids are `X-og` and `X-changed`.
+        measure: the benchmark's measure beside p-MRR, over the original instructions.
+
+    Raises:
+        InputError: as `read_mteb`; or a query id has neither suffix.
+    """
+    task = read_mteb(repository)
+    for query in task.queries:
+        if not query.id.endswith((f"-{ORIGINAL}", f"-{CHANGED}")):  # it would count in no figure
+            raise InputError(
+                f"tasks={task.name}: query {query.id} ends neither in -{ORIGINAL} nor in -{CHANGED}; rename or drop it"
+            )
+    differences = repository.by_query("qrel_diff", (), ("corpus-ids",))
+    return replace(
+        task,
+        queries=tuple(replace(query, kind=query.id.rpartition("-")[2]) for query in task.queries),
+        figures=(Figure("p-MRR", "p-MRR"), Figure(measure, measure, kind=ORIGINAL)),
+        changes=tuple(
+            Change(f"{query}-{ORIGINAL}", f"{query}-{CHANGED}", tuple(map(str, row["corpus-ids"])))
+            for query, row in differences.items()
+        ),
+    )
+
+
+def read_instructir(repository: Repository) -> Task:
+    """Read InstructIR (Oh et al., 2024): every query under several instructions, each with its own relevant document.
+
+    Query ids are `<query>_<instruction>`: the part before the first `_` is the query's group.
+    """
+    task = read_mteb(repository)
+    return replace(
+        task,
+        queries=tuple(replace(query, group=query.id.partition("_")[0]) for query in task.queries),
+        figures=(Figure(ROBUSTNESS, ROBUSTNESS), Figure("nDCG@10", "nDCG@10")),
+    )
+
+
+def read_bright(repository: Repository, subset: str) -> Task:
+    """Read a subset of BRIGHT (Su et al., 2024), a split of the configurations `documents` and `examples`.
+
+    A document has `id` and `content`. An example has `id`, `query`, `gold_ids` (relevant documents) and `excluded_ids`
+    (documents that are never ranked for it, such as the source of the query).
+    """
+    task = repository.task
+    examples = list(repository.rows("examples", subset, ("id", "query"), ("gold_ids", "excluded_ids")))
+    excluded = {str(example["id"]): frozenset(map(str, example["excluded_ids"])) for example in examples}
+    documents = ("id", "content")
+    return Task(
+        name=task,
+        corpus=mapped(
+            task,
+            repository.files("documents", subset),
+            lambda: ((str(r["id"]), str(r["content"])) for r in repository.rows("documents", subset, documents)),
+        ),
+        queries=tuple(Query(str(example["id"]), str(example["query"])) for example in examples),
+        qrels=judgements(task, ((e["id"], document, 1) for e in examples for document in e["gold_ids"])),
+        figures=(Figure("nDCG@10", "nDCG@10"),),
+        excluded={q: documents - {_NOT_AVAILABLE} for q, documents in excluded.items() if documents - {_NOT_AVAILABLE}},
+    )
+
+
+def read_mair(queries: Repository, docs: Repository, config: str) -> Task:
+    """Read a task of MAIR (Sun et al., 2024), a configuration of two repositories.
+
+    Rows of `queries` have `qid`, `instruction`, `query` and `labels` (`id` and `score` of each relevant document); rows of
+    `docs` have `id` and `doc`. A configuration may have several parts with separate corpora: `x_queries` search `x_docs`.
+    Their ids get the prefix `x/`, and a query's candidates are the documents of its part. The figure is the mean over all
+    queries, as in MAIR's own tables.
+    """
+    task = queries.task
+    query_parts, doc_parts = _mair_parts(queries, config, "queries"), _mair_parts(docs, config, "docs")
+    if set(query_parts) != set(doc_parts):
+        raise InputError(
+            f"tasks={task}: {config} has the queries of {', '.join(query_parts)} and the documents of "
+            f"{', '.join(doc_parts)}; download both repositories again"
+        )
+
+    def documents() -> Iterator[tuple[str, str]]:
+        for part, split in doc_parts.items():
+            for row in docs.rows(config, split, ("id", "doc")):
+                yield f"{part}{row['id']}", str(row["doc"])
+
+    corpus = mapped(task, [file for split in doc_parts.values() for file in docs.files(config, split)], documents)
+    rows = [
+        (part, row)
+        for part, split in query_parts.items()
+        for row in queries.rows(config, split, ("qid", "instruction", "query"), ("labels",))
+    ]
+    candidates: dict[str, Sequence[str]] | None = None
+    if len(doc_parts) > 1:
+        ids = corpus["id"].to_pylist()
+        of_part = {part: [document for document in ids if document.startswith(part)] for part in doc_parts}
+        candidates = {f"{part}{row['qid']}": of_part[part] for part, row in rows}
+    return Task(
+        name=task,
+        corpus=corpus,
+        queries=tuple(
+            Query(f"{part}{row['qid']}", str(row["query"]), row["instruction"] or None) for part, row in rows
+        ),
+        qrels=judgements(task, _mair_labels(task, rows)),
+        figures=(Figure("nDCG@10", "nDCG@10"),),
+        candidates=candidates,
+    )
+
+
+def _mair_parts(repository: Repository, config: str, what: str) -> dict[str, str]:
+    """Map each part's id prefix to its split: `x/` -> `x_queries`; a single part has no prefix."""
+    splits = repository.splits(config)
+    return {"" if len(splits) == 1 else split.removesuffix(f"_{what}") + "/": split for split in splits}
+
+
+def _mair_labels(task: str, rows: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, str, Any]]:
+    for part, row in rows:
+        for label in row["labels"]:
+            if not isinstance(label, Mapping) or not {"id", "score"} <= label.keys():
+                raise InputError(
+                    f"tasks={task}: query {row['qid']} has the label {label!r:.60}; a label has an id and a score"
+                )
+            yield f"{part}{row['qid']}", f"{part}{label['id']}", label["score"]
+
+
+# ------------------------------------------------------------------------------------------ your own collections
+
+
+def read_own(name: str) -> Task:
+    """Read a collection that is no published task.
+
+    Args:
+        name: a directory in mteb's or BEIR's layout, or its URI in an object store; the file of the judgements of another
+            split than `test`; a file of judgements without a corpus, for runs alone; or `ir_datasets:ID`.
+
+    Raises:
+        InputError: a file or a column is missing, or a value is not usable.
+    """
+    if name.startswith(IR_DATASETS):
+        return _grouped(_of_ir_datasets(name))
+    root, split = _located(name)
+    return _of_judgements(name, root) if split is None else read_repository(Directory(root, name), split)
+
+
+def read_repository(repository: Repository, split: str = "test") -> Task:
+    """Read a repository or a directory in mteb's or BEIR's layout; with `qrel_diff` it is read as FollowIR.
+
+    Queries without a judgement in the split are left out.
+    """
+    if "qrel_diff" in repository.configs:
+        return read_followir(repository, MEASURES[0])
+    task = read_mteb(repository, split)
+    return _grouped(replace(task, queries=tuple(query for query in task.queries if query.id in task.qrels)))
+
+
+def files_of_own(name: str) -> list[Place]:
+    """Return the files that `read_own` reads; InputError if one of them is missing."""
+    if name.startswith(IR_DATASETS):
+        return []
+    root, split = _located(name)
+    if split is None:
+        return [root]
+    repository = Directory(root, name)
+    further = [config for config in ("instruction", "top_ranked", "qrel_diff") if config in repository.configs]
+    configs = ("corpus", "queries", _judgements(repository), *further)
+    return [file for config in configs for file in repository.files(config, split)]
+
+
+def _located(name: str) -> tuple[Place, str | None]:
+    """Return the directory and the split of a path or a URI; the file and None for judgements without a corpus."""
+    given = open_input(name, "tasks") if is_uri(name) else Path(name).expanduser().absolute()
+    directory = given.parent.parent
+    if given.suffix in FORMATS and has_corpus(directory):
+        return directory, given.stem
+    return (given, None) if given.is_file() else (given, "test")
+
+
+def _of_judgements(name: str, file: Place) -> Task:
+    """Make a task of judgements alone. Its corpus holds the ids of the judged documents, so only runs can be evaluated."""
+    qrels = judgements(name, read_qrels(file, "tasks"))
+    documents = list(dict.fromkeys(document for judged in qrels.values() for document in judged))
+    return Task(
+        name=name,
+        corpus=pa.table({"id": documents, "text": ["(not given)"] * len(documents)}, schema=CORPUS),
+        queries=tuple(Query(query, query) for query in qrels),
+        qrels=qrels,
+        figures=(),
+        only_runs=True,
+    )
+
+
+def read_qrels(file: Place, name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield query, document and grade of TREC judgements (`query 0 document grade`) or BEIR's (with a header)."""
+    for number, line in words(file, name):
+        if number == 1 and len(line) == 3 and not line[2].lstrip("-").isdecimal():
+            continue  # BEIR's header
+        if len(line) not in (3, 4):
+            raise InputError(f"{name}={file}: line {number} is not `query 0 document grade`; correct the line")
+        yield line[0], line[-2], line[-1]
+
+
+def words(file: Place, name: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield number and words of the lines of a text, perhaps compressed by gzip, that are not blank.
+
+    Raises:
+        InputError: the file cannot be read; `name` is the setting that gives it.
+    """
+    with errors_at(file, name):
+        content = read_binary(file)
+    try:
+        text = (gzip.decompress(content) if content.startswith(_GZIP) else content).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InputError(f"{name}={file}: not readable ({error}); copy it again") from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        if parts := line.split():
+            yield number, parts
+
+
+def _grouped(task: Task) -> Task:
+    """Make groups of queries with one text, if the data have none; add Robustness@10 if there are groups."""
+    queries = task.queries
+    if not any(query.group for query in queries):
+        same_text: dict[str, list[Query]] = defaultdict(list)
+        for query in queries:
+            same_text[query.query].append(query)
+        groups = {text: own[0].id for text, own in same_text.items() if len({str(q.instruction) for q in own}) > 1}
+        queries = tuple(replace(query, group=groups.get(query.query)) for query in queries)
+    grouped = any(query.group for query in queries)
+    return replace(task, queries=queries, figures=(Figure(ROBUSTNESS, ROBUSTNESS),) if grouped else ())
+
+
+def _of_ir_datasets(name: str) -> Task:
+    """Read a data set of ir_datasets; the narratives of TREC's topics are their instructions."""
+    if find_spec("ir_datasets") is None:
+        raise InputError(f"tasks={name}: ir_datasets is not installed; pip install 'infembed-ray[ir-datasets]'")
+    import ir_datasets
+
+    try:
+        dataset = ir_datasets.load(name.removeprefix(IR_DATASETS))
+        if missing := [what for what in ("docs", "queries", "qrels") if not getattr(dataset, f"has_{what}")()]:
+            raise InputError(f"tasks={name}: this data set has no {missing[0]}; name one of its parts that has")
+        qrels = judgements(name, ((row.query_id, row.doc_id, row.relevance) for row in dataset.qrels_iter()))
+        queries = [
+            Query(query.query_id, query.default_text(), getattr(query, "narrative", None) or None)
+            for query in dataset.queries_iter()
+            if query.query_id in qrels
+        ]
+        version = f"{name} {dataset.docs_count()}"
+        corpus = mapped(name, [version], lambda: ((doc.doc_id, doc.default_text()) for doc in dataset.docs_iter()))
+    except KeyError as error:
+        raise InputError(
+            f"tasks={name}: ir_datasets has no such data set; https://ir-datasets.com lists them"
+        ) from error
+    except (OSError, RuntimeError) as error:
+        raise InputError(f"tasks={name}: ir_datasets cannot provide it ({in_one_line(error)[:300]})") from error
+    return Task(name=name, corpus=corpus, queries=tuple(queries), qrels=qrels, figures=())

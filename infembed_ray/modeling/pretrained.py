@@ -1,0 +1,350 @@
+"""Loads what others trained: configurations, tokenizers, models and adapters of transformers, peft and sentence-transformers.
+
+No other module calls `from_pretrained` or `from_config` of these libraries. transformers asks on the terminal whether to run
+the code of a model, initializes missing weights at random, and only warns; here both are errors.
+
+torch and the libraries are imported by the functions, because they take seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from infembed_ray.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_LISTED = 3
+"""Maximum number of weights that a message names."""
+_PLAIN = (
+    "cannot be loaded from a directory or from the hub",
+    "check the spelling, the tokenizer's files and the network",
+)
+
+
+def unloadable(setting: str, error: Exception, problem: str = _PLAIN[0], remedy: str = _PLAIN[1]) -> InputError:
+    """Return the InputError for an exception of transformers.
+
+    Args:
+        setting: name and value of the setting.
+        error: exception while the model was loaded.
+        problem, remedy: what is wrong and what to do, if the model needs no remote code.
+    """
+    said = " ".join(str(error).split())
+    if "trust_remote_code" in said:
+        return remote_code(setting)
+    return InputError(f"{setting}: {problem} ({said[:200]}); {remedy}")
+
+
+def remote_code(setting: str, what: str = "trust_remote_code", remedy: str = "") -> InputError:
+    """Return the InputError for a model that names code of its own.
+
+    Args:
+        setting: name and value of the setting.
+        what: how the model names it.
+        remedy: a further way out.
+    """
+    return InputError(
+        f"{setting}: needs remote code ({what}), which infembed never runs; {remedy}serve it behind an "
+        "OpenAI-compatible /v1/embeddings and evaluate that, or convert it to a class of transformers"
+    )
+
+
+@contextmanager
+def _loading(setting: str, *problem_and_remedy: str) -> Iterator[None]:
+    """Turn the errors of the libraries into InputError."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
+        raise unloadable(setting, error, *problem_and_remedy) from error
+
+
+def config(
+    model: str, setting: str, subfolder: str = "", revision: str | None = None, native: bool = False, remedy: str = ""
+) -> Any:
+    """Load the configuration of a backbone.
+
+    Args:
+        model: directory or hub name.
+        setting: name and value of the setting, for messages.
+        subfolder: folder of the backbone in it.
+        revision: commit of a hub's model.
+        native: accept a model that names code of its own, if transformers has a class for its type.
+        remedy: how the user accepts it.
+
+    Raises:
+        InputError: there is none, or it needs remote code.
+    """
+    from transformers import AutoConfig
+
+    with _loading(setting):
+        found = AutoConfig.from_pretrained(model, subfolder=subfolder, revision=revision, trust_remote_code=False)
+    if not native and (own := getattr(found, "auto_map", None)):
+        raise remote_code(setting, f"auto_map has {', '.join(own)}", remedy)
+    # The kernels are a choice of this machine; a name like org/kernel would be code from the hub.
+    found._attn_implementation = None
+    return found
+
+
+def tokenizer(
+    model: str, setting: str, subfolder: str = "", revision: str | None = None, native: bool = False, remedy: str = ""
+) -> Any:
+    """Load a tokenizer; arguments and errors as of `config`."""
+    from transformers import AutoTokenizer
+
+    with _loading(setting):
+        found = AutoTokenizer.from_pretrained(model, subfolder=subfolder, revision=revision, trust_remote_code=False)
+    if not native and "auto_map" in found.init_kwargs:
+        raise remote_code(setting, "auto_map of its tokenizer_config.json", remedy)
+    return found
+
+
+def build(config: Any, **options: Any) -> Any:
+    """Build a backbone without weights of a model."""
+    from transformers import AutoModel
+
+    return AutoModel.from_config(config, trust_remote_code=False, **options)
+
+
+def weights(kind: str, model: str, setting: str, auto: Any = None, **options: Any) -> Any:
+    """Load a model with its weights.
+
+    Args:
+        kind: auto class of transformers, such as `AutoModel`.
+        model: directory or hub name.
+        setting: name and value of the setting, for messages.
+        auto: class to load instead of that of the configuration.
+        options: options of `from_pretrained`.
+
+    Raises:
+        InputError: weights are missing, damaged, of another shape, or not finite.
+    """
+    import transformers
+
+    auto = auto or getattr(transformers, kind)
+    # Shapes that differ are among the findings then; otherwise they are an error with a table.
+    checked: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
+    remedy = "give a directory with config.json, tokenizer and safetensors, or a reachable hub name"
+    with _loading(setting, "cannot be loaded", remedy):
+        loaded, info = auto.from_pretrained(model, **options, **checked)
+    missing = {name for name in info["missing_keys"] if kind != "AutoModel" or not _of_pooler(name)}
+    shapes = [f"{name} {tuple(file)} instead of {tuple(needed)}" for name, file, needed in info["mismatched_keys"]]
+    for problem, names in (("has no weights for", missing), ("has weights of another shape:", shapes)):
+        if names:
+            raise InputError(
+                f"{setting}: {problem} {_listed(sorted(names))}, which would be random; give the whole checkpoint, or a "
+                "model that was trained as such a one"
+            )
+    quantized = "quantization_config" in options  # 4 bits are finite, whatever the weights were
+    files = weight_files(model, options.get("subfolder", "")) if quantized else ()
+    require_finite(setting, _stored(files) if quantized else loaded.named_parameters())
+    return loaded
+
+
+def _of_pooler(name: str) -> bool:
+    """Return whether a weight belongs to the layer that BERT's family has over [CLS], which embeddings do not use."""
+    return "pooler" in name.split(".")
+
+
+def require_finite(setting: str, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that parameters are finite; those on the meta device are.
+
+    Raises:
+        InputError: some are not.
+    """
+    if faults := [name for name, value in named if not is_finite(value)]:
+        raise not_finite(setting, faults)
+
+
+def not_finite(setting: str, names: Sequence[str]) -> InputError:
+    """Return the InputError for weights that are not finite.
+
+    Args:
+        setting: name and value of the setting.
+        names: names of these weights.
+    """
+    return InputError(
+        f"{setting}: weights are infinite or NaN: {_listed(names)}; the training diverged or the files are damaged: give "
+        "another checkpoint, or train again with a lower learning_rate"
+    )
+
+
+def is_finite(value: Tensor) -> bool:
+    """Return whether all values of a tensor are finite; integers, empty tensors and those on the meta device are."""
+    import torch
+
+    if value.is_meta or not value.numel() or not value.is_floating_point():
+        return True
+    wide = value.detach() if value.dtype.itemsize > 1 else value.detach().float()
+    return bool(torch.isfinite(torch.stack(wide.aminmax())).all())  # without a mask as large as the tensor
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def with_adapters(model: Any, path: str) -> Any:
+    """Merge saved LoRA adapters into a model's weights.
+
+    Raises:
+        InputError: the path holds no adapters, or adapters of another model.
+    """
+    from peft import PeftModel
+
+    setting = f"adapter={path}"
+    remedy = "give the adapters' directory, with *.safetensors, and the model they were trained over"
+    with _loading(setting, "no adapters of this model", remedy):
+        adapted = PeftModel.from_pretrained(model, path)
+        _require_all_adapters(adapted, path)
+    require_finite(setting, ((n, p) for n, p in adapted.named_parameters() if "lora_" in n))
+    return adapted.merge_and_unload()
+
+
+def _require_all_adapters(adapted: Any, path: str) -> None:
+    """Raise ValueError if adapter files lack weights of the adapters, or have others, of which peft only warns."""
+    from peft import get_peft_model_state_dict, load_peft_weights
+
+    saved = load_peft_weights(path, device="cpu").keys()
+    needed = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
+    for problem, names in (("no weights for", needed - saved), ("weights of another model:", saved - needed)):
+        if names:
+            raise ValueError(f"{problem} {_listed(sorted(names))}")
+
+
+def sentence_transformer(
+    model: str, setting: str, device: str, dtype: torch.dtype, revision: str | None = None, **options: Any
+) -> Any:
+    """Load a model by sentence-transformers.
+
+    Args:
+        model: directory or hub name.
+        setting: name and value of the setting, for messages.
+        device, dtype: of the parameters.
+        revision: commit of a hub's model.
+        options: further arguments of `SentenceTransformer`.
+
+    Raises:
+        InputError: it cannot be loaded, needs remote code, or lacks weights.
+    """
+    from sentence_transformers import SentenceTransformer
+    from transformers import PreTrainedModel
+
+    modules = list(_modules(model, revision)) or [("sentence_transformers.models.Transformer", "")]
+    for kind, folder in modules:
+        _require_bundled(setting, kind, *(read_json(model, join(folder, f), revision) for f in _MODULE_CONFIGS))
+    with _loading(setting):
+        loaded = SentenceTransformer(
+            model,
+            revision=revision,
+            device=device,
+            trust_remote_code=False,
+            model_kwargs={"dtype": dtype, "use_safetensors": True, "ignore_mismatched_sizes": True},
+            **options,
+        )
+    backbones = [
+        child
+        for module in loaded.modules()
+        if not isinstance(module, PreTrainedModel)
+        for child in module.children()
+        if isinstance(child, PreTrainedModel)
+    ]
+    folders = [folder for kind, folder in modules if kind.endswith("Transformer")]
+    for backbone, folder in zip(backbones, folders, strict=True):
+        # sentence-transformers drops what transformers finds; on the meta device it finds the same without the weights.
+        again = {"config": backbone.config, "subfolder": folder, "revision": revision, "device_map": "meta"}
+        weights("AutoModel", model, setting, auto=type(backbone), use_safetensors=True, **again)
+    require_finite(setting, loaded.named_parameters())
+    return loaded
+
+
+_MODULE_CONFIGS = ("config.json", "tokenizer_config.json", "sentence_bert_config.json")
+
+
+def _modules(model: str, revision: str | None) -> Iterator[tuple[str, str]]:
+    """Yield class and folder of each module of a sentence-transformers model, with those of a Router."""
+    for module in read_json(model, "modules.json", revision) or []:
+        folder = module.get("path", "")
+        yield module["type"], folder
+        if module["type"].endswith(".Router"):
+            for routed, kind in read_json(model, join(folder, "router_config.json"), revision)["types"].items():
+                yield kind, join(folder, routed)
+
+
+def _require_bundled(setting: str, kind: str, *configs: Mapping[str, Any]) -> None:
+    """Check that a module is one of sentence-transformers and that its files choose no code.
+
+    Versions before 6 import the classes of a directory, and every version takes another activation than a foreign one.
+    """
+    if not kind.startswith("sentence_transformers."):
+        raise remote_code(setting, f"the module {kind}")
+    for config in configs:
+        if "auto_map" in config:
+            raise remote_code(setting, "auto_map")
+        activation = config.get("activation_function", "torch.")
+        if not activation.startswith("torch."):
+            raise remote_code(setting, f"the activation {activation}")
+        for options in (value for value in config.values() if isinstance(value, dict)):
+            for name, value in options.items():
+                if "kernel" in name or (name == "attn_implementation" and "/" in str(value)):
+                    raise remote_code(setting, f"{name}={value}")
+
+
+def join(folder: str, name: str) -> str:
+    """Return the name of a file in a folder of a model; the empty folder is the model's own."""
+    return f"{folder}/{name}" if folder else name
+
+
+def weight_files(model: str, folder: str) -> list[Path]:
+    """Return the safetensors files of a backbone, without those that are missing.
+
+    Args:
+        model: directory or hub name.
+        folder: folder of the backbone, from its description.
+    """
+    listed = ["model.safetensors"]
+    if cached(model, join(folder, listed[0])) is None:  # transformers prefers it too
+        index = read_json(model, join(folder, "model.safetensors.index.json"))
+        listed = sorted(set(index["weight_map"].values())) if index else []
+    found = (cached(model, join(folder, file)) for file in listed)
+    return [Path(file) for file in found if file]
+
+
+def _stored(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
+    """Read the tensors of files one by one."""
+    for path in files:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  (it is no mapping)
+                yield name, file.get_tensor(name)
+
+
+def cached(model: str, file: str, revision: str | None = None) -> str | None:
+    """Return the path of a file of a directory or of a hub's model; None if the model has no such file."""
+    if Path(model).is_dir():
+        return found if Path(found := f"{model}/{file}").is_file() else None
+    from transformers.utils import cached_file
+
+    path: str | None = cached_file(
+        model,
+        file,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return path
+
+
+def read_json(model: str, name: str, revision: str | None = None) -> Any:
+    """Read a JSON file of a model, from its directory or from the hub; an empty object if it has none."""
+    file = cached(model, name, revision)
+    return json.loads(Path(file).read_text(encoding="utf-8")) if file else {}

@@ -1,0 +1,237 @@
+"""A release: one encoder and one index version of each collection, as the arguments of their Serve applications.
+
+A release is plain JSON. It is the `user_config` of the ingress, so a new one restarts nothing, and everything that starts,
+checks, compacts or replaces a release needs nothing else. The name of an application contains a digest of its arguments:
+applications with different arguments run side by side, and equal ones are shared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from infembed_ray import __version__
+from infembed_ray.config.serving import DEFAULT_COLLECTION, RerankSettings, ServeSettings
+from infembed_ray.serving import schema
+
+APPLICATION = "infembed"
+"""Serve application of the API, and prefix of the others."""
+ENCODER, INGRESS, RERANKER, STORE, SUPERVISOR = "encoder", "ingress", "reranker", "store", "supervisor"
+"""Deployments; `STORE` stands for the shards where an external engine holds the index."""
+INGRESS_CPUS = 0.1
+"""CPUs that an ingress replica reserves; it mostly waits."""
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps({**content, "code_version": __version__}, sort_keys=True).encode()).hexdigest()
+
+
+class Arguments(BaseModel):
+    """Arguments of an application."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    relevant: ClassVar[set[str]] = set()
+    """Names of the settings that affect the application."""
+    places: ClassVar[set[str]] = set()
+    """Fields that say where the content is read; its fingerprint says what it is."""
+    settings: ServeSettings
+    """The relevant settings; the others get their defaults, so they do not change the digest."""
+
+    @field_validator("settings")
+    @classmethod
+    def _keep_relevant(cls, settings: ServeSettings) -> ServeSettings:
+        return ServeSettings(index="", **settings.model_dump(include=cls.relevant))
+
+    def digest(self) -> str:
+        """Return 8 hex digits that change with the arguments and with the version of this package."""
+        relevant = self.settings.model_dump(mode="json", include=self.relevant)
+        return _digest({**self.model_dump(mode="json", exclude=self.places), "settings": relevant})[:8]
+
+
+class EncoderArguments(Arguments):
+    """Arguments of `deployments.encoder_application`. An encoder is identified by its fingerprint, wherever it was read."""
+
+    relevant: ClassVar[set[str]] = {
+        *("encoder_replicas", "max_encoder_replicas", "gpus_per_encoder", "cpus_per_encoder", "runtime", "dtype"),
+        *("min_cosine", "prefix_cache_mib", "batch_tokens", "request_timeout_s"),
+    }
+    places: ClassVar[set[str]] = {"model"}
+    model: str
+    """Directory, URI in an object store, or hub name."""
+    fingerprint: str
+    dimensions: int | None = None
+    """Dimensions of its embeddings, if fewer than the model's."""
+
+    @property
+    def application(self) -> str:
+        """Name of the application."""
+        return f"{APPLICATION}-encoder-{self.fingerprint[:8]}-{self.digest()}"
+
+
+class IndexArguments(Arguments):
+    """Arguments of `deployments.index_application`."""
+
+    relevant: ClassVar[set[str]] = {
+        *("shard_replicas", "gpus_per_shard", "cpus_per_shard", "store_token_env", "request_timeout_s"),
+    }
+    index: str
+    """Directory of an index version, its URI in an object store, or its address in an external engine."""
+    version: str
+
+    @property
+    def application(self) -> str:
+        """Name of the application."""
+        return f"{APPLICATION}-index-{self.version[:8]}-{self.digest()}"
+
+
+class RerankerArguments(Arguments):
+    """Arguments of `deployments.reranker_application`."""
+
+    relevant: ClassVar[set[str]] = {"rerank", "request_timeout_s"}
+    of_replicas: ClassVar[set[str]] = {"kind", "replicas", "cpus", "gpus"}
+    """Settings in `rerank` that affect the replicas; the others are what the API does with the scores."""
+    places: ClassVar[set[str]] = {"model"}
+    model: str
+    """Directory, URI in an object store, or hub name."""
+    fingerprint: str
+    """Hash of the model's files and of the settings that decide the scores."""
+    reranker: dict[str, Any] | None = None
+    """Settings of a cross-encoder, as of a model of `infembed evaluate`; None: late interaction."""
+
+    @field_validator("settings")
+    @classmethod
+    def _keep_relevant(cls, settings: ServeSettings) -> ServeSettings:
+        assert settings.rerank is not None
+        rerank = RerankSettings.model_validate(settings.rerank.model_dump(include=cls.of_replicas))
+        return ServeSettings(index="", rerank=rerank, request_timeout_s=settings.request_timeout_s)
+
+    @property
+    def rerank(self) -> RerankSettings:
+        """The settings of the replicas."""
+        assert self.settings.rerank is not None
+        return self.settings.rerank
+
+    @property
+    def application(self) -> str:
+        """Name of the application; it changes with the model."""
+        return f"{APPLICATION}-reranker-{self.digest()}"
+
+
+class ApiArguments(Arguments):
+    """Arguments of `deployments.api_application`."""
+
+    relevant: ClassVar[set[str]] = {
+        *("api_keys_env", "api_keys_file", "ingress_replicas", "encoder_replicas", "max_encoder_replicas"),
+        *("shard_replicas", "request_timeout_s", "max_body_mib", "ha_proxy", "query_cache_mib"),
+        *("compact_at", "ranking"),
+    }
+    locked: bool
+    """API keys are configured; a replica that finds none does not start."""
+
+
+class Probe(BaseModel):
+    """A query under an instruction and the ids of its relevant passages; optionally the same under another instruction."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    query: str = Field(min_length=1)
+    instruction: str | None = None
+    relevant: list[str] = Field(min_length=1)
+    changed_instruction: str | None = None
+    changed_relevant: list[str] = []
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> Probe:
+        if (self.changed_instruction is None) != (not self.changed_relevant):
+            raise ValueError("changed_instruction and changed_relevant: give both or neither")
+        return self
+
+
+class ProbeSet(BaseModel):
+    """Queries that a release must rank as well as the one that it replaces, and what it may lose (x100)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    probes: list[Probe]
+    max_ndcg_drop: float
+    max_p_mrr_drop: float
+
+
+class CollectionSpec(BaseModel):
+    """What answers the requests to one collection."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    encoder: EncoderArguments
+    index: IndexArguments
+    shards: tuple[str, ...]
+    """Deployments of the shards in the index's application, in order."""
+    changes: str | None
+    """Directory of the index's write-ahead log; None: the only shard takes changes itself, as an external engine does."""
+    card: schema.Model
+
+
+class ReleaseSpec(BaseModel):
+    """What answers all requests: its collections, which the API switches in one step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    api: str
+    """Digest of the API's arguments."""
+    collections: dict[str, CollectionSpec]
+    """By name; the default collection is one of them."""
+    reranker: RerankerArguments | None = None
+    rerank: RerankSettings | None = None
+    """Re-ranking of the first hits; None: there is none."""
+    probes: ProbeSet | None = None
+    """What the release must prove before it replaces another one; None: nothing."""
+    command: str = ""
+    """Id of the command that serves it. Empty: a config file names it, so its index versions must stay, because a cluster
+    that restarts begins with them."""
+
+    @property
+    def default(self) -> CollectionSpec:
+        """The default collection."""
+        return self.collections[DEFAULT_COLLECTION]
+
+    @property
+    def by_name(self) -> dict[str, CollectionSpec]:
+        """All collections, the default one first."""
+        return {DEFAULT_COLLECTION: self.default, **self.collections}
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with anything that changes what is served, how, or from where."""
+        content = self.model_dump(mode="json", exclude={"probes", "reranker", "command"})
+        for collection in content["collections"].values():
+            del collection["card"]["created"], collection["encoder"]["model"]
+        return _digest({**content, "reranker": self.reranker and self.reranker.application})[:16]
+
+    @property
+    def encoders(self) -> dict[str, EncoderArguments]:
+        """Application -> its arguments: an encoder for each distinct fingerprint of the indexes."""
+        return {one.encoder.application: one.encoder for one in self.by_name.values()}
+
+    @property
+    def indexes(self) -> dict[str, IndexArguments]:
+        """Application -> its arguments: the index of each collection."""
+        return {one.index.application: one.index for one in self.by_name.values()}
+
+    @property
+    def parts(self) -> dict[str, Arguments]:
+        """All applications but the API: encoders, indexes and the reranker."""
+        reranker = {self.reranker.application: self.reranker} if self.reranker else {}
+        return {**self.encoders, **self.indexes, **reranker}
+
+    @property
+    def versions(self) -> str:
+        """The version of each collection's index, for progress lines."""
+        named = [
+            f"{'' if name == DEFAULT_COLLECTION else f'{name}: '}index {one.card.index_version}"
+            for name, one in self.by_name.items()
+        ]
+        return ", ".join(named)

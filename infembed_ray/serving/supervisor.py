@@ -1,0 +1,394 @@
+"""The API as a Serve application, its supervisor, and the replacement of one release by another (blue/green).
+
+`infembed` is the HTTP API. Its `user_config` is the release that it answers from, so a new release does not restart it. The
+supervisor is a deployment of that application with one replica. It does for an API what must go on without the command
+that started it: the metrics page, the verdict on a new release, and automatic compaction. So `infembed serve`,
+`serve deploy` and a RayService behave alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import ray
+from prometheus_client import Metric
+from ray import serve
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatus, LoggingConfig
+
+from infembed_ray import ray_compat
+from infembed_ray.config.retrieval import CompactSettings
+from infembed_ray.errors import StartError, in_one_line, quoted_input_error
+from infembed_ray.progress import counted, say
+from infembed_ray.ray_failures import memory_report
+from infembed_ray.retrieval.answers import ShardQuery
+from infembed_ray.serving import startup
+from infembed_ray.serving.compaction import AutoCompaction
+from infembed_ray.serving.deployments import (
+    encoder_application,
+    environment,
+    index_application,
+    limits_of,
+    replicas_of,
+    reranker_application,
+    spread,
+)
+from infembed_ray.serving.metrics import MetricsPage
+from infembed_ray.serving.plan import LOGGING
+from infembed_ray.serving.probes import probe, worse_rankings
+from infembed_ray.serving.release import (
+    APPLICATION,
+    ENCODER,
+    INGRESS,
+    INGRESS_CPUS,
+    RERANKER,
+    SUPERVISOR,
+    ApiArguments,
+    Arguments,
+    EncoderArguments,
+    IndexArguments,
+    ReleaseSpec,
+    RerankerArguments,
+)
+from infembed_ray.serving.replicas import Ingress
+from infembed_ray.serving.routing.remote import RemoteDeployment
+from infembed_ray.serving.served import Served
+from infembed_ray.serving.service import Query
+
+START_TIMEOUT_S = 600.0
+"""Time for replicas to start: a large model is read and warmed up, and a node may have to be added first."""
+READY_TIMEOUT_S = 120.0
+"""Time for started replicas to answer."""
+LOOK_S = 10.0
+"""Seconds between two counts of the changed documents."""
+POLL_S = 0.5
+MAX_POLL_S = 5.0
+"""Least and most seconds between two status queries to Serve's controller; each costs it work."""
+PROGRESS_S = 10.0
+"""Seconds between two lines about a starting application."""
+CHECK_QUERY = "Is anybody there?"
+BUILDERS: dict[type[Arguments], Callable[[Any], serve.Application]] = {
+    EncoderArguments: encoder_application,
+    IndexArguments: index_application,
+    RerankerArguments: reranker_application,
+}
+
+log = logging.getLogger(__name__)
+
+
+# ------------------------------------------------------------------------------------------------- the application
+
+
+def api_application(arguments: ApiArguments | Mapping[str, Any]) -> serve.Application:
+    """Build the API without a release; the config file sets its `user_config`."""
+    return api_over(ApiArguments.model_validate(arguments), None)
+
+
+def api_over(arguments: ApiArguments, spec: ReleaseSpec | None) -> serve.Application:
+    """Build the API over a release."""
+    settings = arguments.settings
+    supervisor = serve.deployment(
+        Supervisor,
+        name=SUPERVISOR,
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment(startup.import_modules, 0)}},
+        max_ongoing_requests=1000,  # a verdict takes long, and metrics arrive meanwhile
+    )
+    ingress = serve.deployment(
+        Ingress,
+        name=INGRESS,
+        ray_actor_options={
+            "num_cpus": INGRESS_CPUS,
+            "runtime_env": {
+                "env_vars": ray_compat.SINGLE_EVENT_LOOP | environment(startup.import_modules, INGRESS_CPUS)
+            },
+        },
+        user_config=spec and spec.model_dump(mode="json"),
+        max_surge_percent=100,  # old replicas serve until the new ones do, which needs room for one more
+        max_replicas_per_node=spread(settings.ingress_replicas, room=settings.ingress_replicas + 1, CPU=INGRESS_CPUS),
+        **replicas_of(settings.ingress_replicas),
+        **limits_of(settings),
+    )
+    # The version does not depend on the release, so another release restarts nothing.
+    ingress, supervisor = (ray_compat.with_version(part, arguments.digest()) for part in (ingress, supervisor))
+    return ingress.bind(arguments, supervisor.bind(arguments))
+
+
+class Supervisor:
+    """The only replica of its deployment. It works on releases in threads, and so answers meanwhile."""
+
+    def __init__(self, arguments: ApiArguments) -> None:
+        self._arguments = arguments
+        self._page = MetricsPage()
+        self._ingress = RemoteDeployment.named(INGRESS, APPLICATION)
+        self._verdicts: dict[tuple[str, str], asyncio.Future[str | None]] = {}
+        self._compaction = AutoCompaction(
+            arguments.settings.compact_at, self._served, self._changed, self._compact, self._replace
+        )
+        self._watch: asyncio.Task[None] | None = None
+
+    async def keep(self, replica: str, metrics: list[Metric]) -> None:
+        """Store the latest metrics of a replica."""
+        self._page.update(replica, metrics)
+        if self._watch is None:  # the constructor has no event loop
+            self._watch = asyncio.get_running_loop().create_task(self._compact_when_due())
+
+    async def metrics(self) -> bytes:
+        """As `Service.metrics`."""
+        return self._page.text()
+
+    async def verdict(self, current: ReleaseSpec, new: ReleaseSpec) -> str | None:
+        """Return why the new release must not replace the current one; None: it may.
+
+        Both answer the probe set of the new one, once for all who ask. If the new one is worse, the ingress goes back to
+        the current one, so that a replica that starts later does not begin with it.
+        """
+        if new.probes is None:
+            return None
+        pair = current.fingerprint, new.model_dump_json()
+        if pair not in self._verdicts:
+            self._verdicts[pair] = asyncio.ensure_future(self._compare(current, new))
+        verdict = self._verdicts[pair]
+        try:
+            fault = await asyncio.shield(verdict)
+        except Exception as error:
+            fault = f"the probes are not answered: {in_one_line(error)}"
+        if fault and self._verdicts.pop(pair, None) is verdict:  # asked again, it is probed again
+            await asyncio.to_thread(switch_to, self._arguments, current)
+        return fault
+
+    async def _compare(self, current: ReleaseSpec, new: ReleaseSpec) -> str | None:
+        assert new.probes is not None
+        figures = []
+        for spec in (current, new):
+            opened = Served.open(spec, self._arguments.settings, self._ingress)
+            figures.append(await probe(next(iter(opened.releases.values())), new.probes.probes))
+        before, after = figures
+        queries = counted(len(new.probes.probes), "probe")
+        log.warning("nDCG@10 on %s: %.1f, of the current release %.1f", queries, after.ndcg, before.ndcg)
+        return worse_rankings(before, after, new.probes)
+
+    # ------------------------------------------------------------------------------------------------- compaction
+
+    async def _compact_when_due(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self._compaction.look()
+            except Exception as error:  # any: the ingress may be restarting
+                log.warning("changed documents are not counted: %s", in_one_line(error))
+
+    async def _served(self) -> ReleaseSpec | None:
+        _, spec = await self._ingress("served")
+        release: ReleaseSpec | None = spec
+        return release
+
+    async def _changed(self) -> Mapping[str, float]:
+        counts: Mapping[str, float] = await self._ingress("changed_documents")
+        return counts
+
+    async def _compact(self, settings: CompactSettings) -> str:
+        place: str = await compact_index.remote(settings)
+        return place
+
+    async def _replace(self, current: ReleaseSpec, new: ReleaseSpec) -> None:
+        await asyncio.to_thread(roll_out, self._arguments, new, (self._arguments, current))
+        log.warning("switched: every answer now comes from %s", new.versions)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def compact_index(settings: CompactSettings) -> str:
+    """Publish the next version of an index and return its place. A task of its own, because it imports torch."""
+    from infembed_ray.retrieval.distributed import compact
+
+    startup.lower_priority()
+    return compact(settings).address
+
+
+# -------------------------------------------------------------------------------------------- one release for another
+
+
+Deployed = tuple[ApiArguments, ReleaseSpec]
+"""The API of a cluster: its arguments and its release."""
+
+
+def roll_out(
+    arguments: ApiArguments, new: ReleaseSpec, current: Deployed | None, timeout_s: float = START_TIMEOUT_S
+) -> None:
+    """Start the parts of a release that do not run, check them, and switch the API to it; then delete what is unused.
+
+    Args:
+        arguments: of the API.
+        new: the release to serve.
+        current: what is served; None: nothing is.
+        timeout_s: for each part to start.
+
+    Raises:
+        InputError: a replica raised it.
+        StartError: a part did not start or does not answer, the new release is worse on its probes, or another command
+            has switched the API meanwhile. The current release serves on.
+    """
+    missing = set(new.parts) - running_applications()
+    try:
+        start_parts(new, missing, timeout_s)
+        check_with_query(new, arguments.settings.request_timeout_s, timeout_s)
+        if current is not None:
+            _require_better(current[1], new)
+            _require_unswitched(current[1])
+        switch_to(arguments, new)
+        _wait_until_answered_from(new)
+    except BaseException:
+        if current is not None:
+            _roll_back(new, current, missing)
+        raise
+    if current is not None:
+        _delete_after_drain(set(current[1].parts) - set(new.parts), arguments.settings.request_timeout_s)
+
+
+def start_parts(release: ReleaseSpec, missing: set[str], timeout_s: float) -> None:
+    """Start the missing parts of a release, and wait until they run."""
+    names = [name for name in release.parts if name in missing]
+    for name in names:
+        arguments = release.parts[name]
+        application = BUILDERS[type(arguments)](arguments)
+        ray_compat.start_application(application, name, None, LoggingConfig(**LOGGING))
+    for name in names:
+        wait_until_running(name, timeout_s)
+
+
+def check_with_query(release: ReleaseSpec, request_timeout_s: float, timeout_s: float = READY_TIMEOUT_S) -> None:
+    """Send a query through every part of a release; StartError if one does not answer."""
+
+    def answer(application: str, deployment: str, method: str, *arguments: Any) -> Any:
+        handle = serve.get_deployment_handle(deployment, app_name=application).options(method_name=method)
+        try:
+            answer = handle.remote(*arguments).result(timeout_s=timeout_s)
+            first = answer[0]
+            if isinstance(first, BaseException):
+                raise first
+        except Exception as error:
+            raise StartError(f"{application}: {deployment} does not answer: {in_one_line(error)}") from error
+        return first
+
+    vectors: dict[str, np.ndarray] = {
+        name: answer(name, ENCODER, "embed_many", [[Query(CHECK_QUERY)]], request_timeout_s).vectors
+        for name in release.encoders
+    }
+    for spec in release.by_name.values():
+        for shard in spec.shards:
+            query = ShardQuery(vectors[spec.encoder.application], 1)
+            answer(spec.index.application, shard, "search_many", [query])
+    if release.reranker:
+        pairs = [(CHECK_QUERY, None, [CHECK_QUERY])]
+        answer(release.reranker.application, RERANKER, "score_many", pairs, request_timeout_s)
+
+
+def switch_to(arguments: ApiArguments, release: ReleaseSpec | None) -> None:
+    """Let the API answer from a release; without effect if it does already."""
+    ray_compat.start_application(api_over(arguments, release), APPLICATION, "/", LoggingConfig(**LOGGING))
+    if release is not None:
+        wait_until_running(APPLICATION)
+
+
+def served_release() -> Deployed | None:
+    """Return the arguments and the release of this cluster's API; None: there is no API, or it has no release."""
+    if APPLICATION not in serve.status().applications:
+        return None
+    ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
+    arguments, spec = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)
+    return spec and (arguments, spec)
+
+
+def running_applications() -> set[str]:
+    """Return the names of the applications that run."""
+    applications = serve.status().applications
+    return {name for name, state in applications.items() if state.status == ApplicationStatus.RUNNING}
+
+
+def _require_better(current: ReleaseSpec, new: ReleaseSpec) -> None:
+    supervisor = serve.get_deployment_handle(SUPERVISOR, app_name=APPLICATION)
+    if fault := supervisor.verdict.remote(current, new).result():
+        raise StartError(f"the new release is not served, {current.versions} serves on: {fault}")
+
+
+def _require_unswitched(current: ReleaseSpec) -> None:
+    """StartError if another command has switched the API while this one tried its release."""
+    if (served := served_release()) is None or served[1].fingerprint != current.fingerprint:
+        raise StartError("another command has switched the API meanwhile; it stays as it is: run this command again")
+
+
+def _wait_until_answered_from(release: ReleaseSpec) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while (served := served_release()) is None or served[1].fingerprint != release.fingerprint:
+        if time.monotonic() > deadline:
+            raise StartError(f"the API did not switch to {release.versions} within {READY_TIMEOUT_S:.0f} s")
+        time.sleep(POLL_S)
+
+
+def _roll_back(new: ReleaseSpec, current: Deployed, started: set[str]) -> None:
+    """Restore the current release after a failure, unless another command has switched the API meanwhile."""
+    used = (served_release() or current)[1]
+    if used.fingerprint in (new.fingerprint, current[1].fingerprint):
+        switch_to(*current)
+        used = current[1]
+    for name in started - set(used.parts):
+        ray_compat.delete_application(name)
+
+
+def _delete_after_drain(applications: set[str], drain_s: float) -> None:
+    """Delete applications that no new request uses, after the last request that uses them has ended."""
+    if applications:
+        say(f"serve: draining the previous release for {drain_s:g} s (request_timeout_s)")
+        time.sleep(drain_s)
+        served = served_release()  # another command may have chosen them
+        for name in sorted(applications - (set(served[1].parts) if served else set())):
+            serve.delete(name)
+            say(f"serve: deleted {name}")
+
+
+# ----------------------------------------------------------------------------------------------------------- waiting
+
+
+def wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:
+    """Wait for an application, with progress lines.
+
+    Raises:
+        InputError: a replica raised it.
+        StartError: the application failed or did not start in time.
+    """
+    started = time.monotonic()
+    deadline, progress_at = started + timeout_s, started + PROGRESS_S
+    while (application := serve.status().applications[name]).status != ApplicationStatus.RUNNING:
+        failed = application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+        if failed or time.monotonic() > deadline:
+            raise _start_failure(name, application)
+        if time.monotonic() > progress_at:
+            say(f"serve: waiting for {name}: {_pending(application)}")
+            progress_at = time.monotonic() + PROGRESS_S
+        # A status costs 0.1 s of CPU, which the replicas need on a small machine: poll every 5 % of the time waited so far.
+        time.sleep(min(max(POLL_S, (time.monotonic() - started) / 20), MAX_POLL_S))
+
+
+def _start_failure(name: str, application: ApplicationStatusOverview) -> Exception:
+    """Return why an application did not start: the last lines of its replicas' tracebacks."""
+    messages = [deployment.message for deployment in application.deployments.values() if deployment.message]
+    if mistake := next(filter(None, map(quoted_input_error, messages)), None):
+        return mistake
+    reasons = [memory_report(message) or message.strip().splitlines()[-1] for message in messages]
+    return StartError(f"{name} did not start: {'; '.join(reasons) or application.message}")
+
+
+def _pending(application: ApplicationStatusOverview) -> str:
+    """Return which deployments of an application have not started, and what resources the cluster has left."""
+    pending = [
+        f"{name} ({', '.join(f'{count} {state.lower()}' for state, count in deployment.replica_states.items())})"
+        + (f": {' '.join(deployment.message.split())}" if deployment.message else "")
+        for name, deployment in application.deployments.items()
+        if deployment.status != DeploymentStatus.HEALTHY
+    ]
+    total, free = ray.cluster_resources(), ray.available_resources()
+    left = [f"{free.get(name, 0.0):g} of {total[name]:g} {name}" for name in ("CPU", "GPU") if name in total]
+    return f"{'; '.join(pending) or application.message}; free: {', '.join(left)}"

@@ -1,0 +1,586 @@
+"""Collections are read from their layouts, if they are consistent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import bm25s
+import pyarrow.parquet as pq
+import pytest
+import pytrec_eval
+
+from infembed_ray.errors import InputError
+from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.scoring import means, score
+from infembed_ray.evaluation.tasks import catalogue, layouts
+from infembed_ray.evaluation.tasks.checks import checked
+from infembed_ray.evaluation.tasks.repository import Repository
+from tests.evaluation import published
+from tests.evaluation.published import DOCUMENTS, edit, texts
+from tests.support.files import write_jsonl
+
+# ---------- A collection is a task, whatever its layout, if it is consistent.
+
+
+def test_your_own_directory_is_a_task(tmp_path: Path) -> None:
+    name = str(published.beir_like(tmp_path))
+
+    task, dev = catalogue.load(name), catalogue.load(f"{name}/qrels/dev.tsv")
+
+    assert task.name == name
+    assert [query.id for query in task.queries] == ["q0", "q1", "q2", "q3"]
+    assert [query.instruction for query in task.queries[:2]] == ["Only official reports count.", None]
+    assert [query.id for query in dev.queries] == ["q4", "q5"]
+    assert texts(task)["0"] == f"{DOCUMENTS[0].title} {DOCUMENTS[0].text}"
+    assert task.qrels["q0"]["0"] == 2
+    assert task.corpus.equals(dev.corpus)
+
+
+BEIR_FAULTS = {
+    "a document twice": (
+        "corpus.jsonl",
+        lambda rows: [*rows, rows[0] | {"text": "other"}],
+        "two documents have the id 0",
+    ),
+    "no text": (
+        "corpus.jsonl",
+        lambda rows: [{"_id": r["_id"], "body": "x"} for r in rows],
+        "row 1: column text is missing or null .found: _id, body",
+    ),
+    "no documents": ("corpus.jsonl", lambda rows: [], "the corpus is empty"),
+    "an empty relevant document": (
+        "corpus.jsonl",
+        lambda rows: [rows[0] | {"title": "", "text": " "}, *rows[1:]],
+        "relevant document 0 without text",
+    ),
+    "a judged document is gone": (
+        "corpus.jsonl",
+        lambda rows: rows[2:],
+        "qrels name document 0 and 1 other, not in the corpus",
+    ),
+    "a text that is a list": (
+        "queries.jsonl",
+        lambda rows: [rows[0] | {"text": ["a", "b"]}, *rows[1:]],
+        r"row 1: column text holds \['a', 'b'\]; give a single value",
+    ),
+    "an instruction that is a list": (
+        "queries.jsonl",
+        lambda rows: [rows[0] | {"instruction": ["only", "reports"]}, *rows[1:]],
+        r"query q0 has the instruction \['only', 'reports'\]; write it as text",
+    ),
+    "a query twice": ("queries.jsonl", lambda rows: [*rows, rows[0]], "two queries have the id q0"),
+    "an empty query": ("queries.jsonl", lambda rows: [rows[0] | {"text": " "}, *rows[1:]], "query q0 is empty"),
+    "a judged query is gone": ("queries.jsonl", lambda rows: rows[1:], "qrels name query q0, not in queries"),
+}
+
+
+@pytest.mark.parametrize("fault", BEIR_FAULTS)
+def test_a_faulty_directory_is_rejected(tmp_path: Path, fault: str) -> None:
+    file, change, message = BEIR_FAULTS[fault]
+    name = str(published.beir_like(tmp_path))
+    edit(tmp_path / file, change)
+
+    with pytest.raises(InputError, match=f"tasks={name}: .*{message}") as error:
+        catalogue.load(name)
+
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("q0\t0\t3", "document 0 of query q0 has two scores"),
+        ("q0\t5\tyes", "document 5 of query q0 has the score yes; scores are whole numbers"),
+        ("q0\t5\t0.5", "has the score 0.5"),
+        ("q0\t5\tnan", "has the score nan"),
+        ("q0\t5\t2000000000", "has the score 2000000000; scores are whole numbers up to 1,000,000"),
+        ("q0\t5", "another number of fields than the header"),
+    ],
+)
+def test_a_faulty_judgement_is_rejected(tmp_path: Path, line: str, message: str) -> None:
+    name = str(published.beir_like(tmp_path))
+    with (tmp_path / "qrels" / "test.tsv").open("a", encoding="utf-8") as stream:
+        stream.write(line + "\n")
+
+    with pytest.raises(InputError, match=message):
+        catalogue.load(name)
+
+
+def test_judgements_without_a_header_are_rejected(tmp_path: Path) -> None:
+    name = str(published.beir_like(tmp_path))
+    (tmp_path / "qrels" / "test.tsv").write_text("q0\t0\t1\nq0\t1\t1\n", encoding="utf-8")
+
+    with pytest.raises(InputError, match="column query-id is missing"):
+        catalogue.load(name)
+
+
+def test_a_directory_without_its_files_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"no corpus\.jsonl in .*with corpus\.jsonl, queries\.jsonl and qrels/test\.tsv"
+    ):
+        catalogue.load(str(tmp_path))
+
+
+# ------------------------------------------------------------------------------------------------------ mteb's layout
+
+
+def plain_directory(repository: Path, directory: Path) -> str:
+    """Write a repository in mteb's layout as a directory without a card: one file for each configuration."""
+    for config in ("corpus", "queries", "instruction", "qrel_diff", "top_ranked", "data"):
+        for file in (repository / config).glob("*.parquet"):
+            rows = pq.read_table(file).to_pylist()
+            write_jsonl(directory / ("qrels/test.jsonl" if config == "data" else f"{config}.jsonl"), rows)
+    return str(directory)
+
+
+@pytest.mark.parametrize("card", [True, False])
+def test_a_directory_with_qrel_diff_is_read_as_followir(tmp_path: Path, card: bool) -> None:
+    expected = catalogue.load("followir/core17", str(published.followir_like(tmp_path)))
+    repository = tmp_path / published.FOLLOWIR["core17"]
+    name = str(repository) if card else plain_directory(repository, tmp_path / "mine")
+
+    task = catalogue.load(name)
+
+    assert [(figure.name, figure.kind) for figure in task.figures] == [
+        ("p-MRR", None),
+        *((measure, "og") for measure in layouts.MEASURES),
+    ]
+    assert (task.queries, task.changes, task.qrels) == (expected.queries, expected.changes, expected.qrels)
+    assert task.candidates == expected.candidates
+    assert task.corpus.equals(expected.corpus)
+    for file in catalogue.files(name):
+        assert file.is_file()
+    assert {"qrel_diff", "top_ranked"} <= {file.name.split("-")[0].split(".")[0] for file in catalogue.files(name)}
+
+
+@pytest.mark.parametrize("column", [True, False])
+def test_queries_under_several_instructions_get_robustness(tmp_path: Path, column: bool) -> None:
+    expected = catalogue.load("instructir", str(published.instructir_like(tmp_path)))
+    name = plain_directory(tmp_path / published.INSTRUCTIR, tmp_path / "mine")
+    edit(tmp_path / "mine" / "queries.jsonl", lambda rows: [{**row, "_id": f"x{row['_id']}"} for row in rows])
+    for file in ("instruction.jsonl", "qrels/test.jsonl"):
+        edit(tmp_path / "mine" / file, lambda rows: [{**r, "query-id": f"x{r['query-id']}"} for r in rows])
+    if column:
+        edit(tmp_path / "mine" / "queries.jsonl", lambda rows: [{**r, "group": r["_id"].split("_")[0]} for r in rows])
+
+    task = catalogue.load(name, measures=["Robustness@5", "P@1"])
+
+    assert [figure.name for figure in task.figures] == ["Robustness@10", "Robustness@5", "P@1"]
+    run = {query.id: {"1": 1.0} for query in task.queries}
+    theirs = {query: {"1": 1.0} for query in (query.id for query in expected.queries)}
+    assert means(score(task, run))["Robustness@10"] == means(score(expected, theirs))["Robustness@10"]
+    assert len({query.group for query in task.queries}) == 6
+
+
+def test_a_query_asked_once_has_no_group(tmp_path: Path) -> None:
+    task = catalogue.load(str(published.beir_like(tmp_path)))
+
+    assert [figure.name for figure in task.figures] == list(layouts.MEASURES)
+    assert {query.group for query in task.queries} == {None}
+
+
+def test_measures_replace_the_figures_of_a_collection_and_add_to_those_of_a_published_task(tmp_path: Path) -> None:
+    followir = catalogue.load("followir/core17", str(published.followir_like(tmp_path)), ["P@5", "bpref"])
+    mine = catalogue.load(str(tmp_path / published.FOLLOWIR["core17"]), measures=["P@5", "bpref"])
+
+    assert [(f.name, f.kind) for f in mine.figures] == [("p-MRR", None), ("P@5", "og"), ("bpref", "og")]
+    assert [(f.name, f.kind) for f in followir.figures] == [
+        ("p-MRR", None),
+        ("MAP@1000", "og"),
+        ("P@5", "og"),
+        ("bpref", "og"),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- judgements alone
+
+
+def test_judgements_without_a_corpus_are_a_task_for_runs(tmp_path: Path) -> None:
+    (tmp_path / "qrels.txt").write_text("301 0 d1 2\n301 0 d3 0\n302 0 d2 1\n", encoding="utf-8")
+    (tmp_path / "beir.tsv").write_text("query-id\tcorpus-id\tscore\n301\td1\t2\n", encoding="utf-8")
+
+    task, other = catalogue.load(f"{tmp_path}/qrels.txt"), catalogue.load(f"{tmp_path}/beir.tsv", measures=["AP"])
+
+    assert task.only_runs
+    assert other.only_runs
+    assert task.qrels == {"301": {"d1": 2, "d3": 0}, "302": {"d2": 1}}
+    assert [figure.name for figure in task.figures] == list(layouts.MEASURES)
+    assert other.qrels == {"301": {"d1": 2}}
+    assert [figure.name for figure in other.figures] == ["AP"]
+    assert catalogue.files(f"{tmp_path}/qrels.txt") == [tmp_path / "qrels.txt"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("301 d1\n", "line 1 is not `query 0 document grade`"),
+        ("301 0 d1 good\n", "has the score good; scores are whole"),
+    ],
+)
+def test_faulty_judgements_are_rejected(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "qrels.txt").write_text(content, encoding="utf-8")
+
+    with pytest.raises(InputError, match=message):
+        catalogue.load(f"{tmp_path}/qrels.txt")
+
+
+# ------------------------------------------------------------------------------------------------------- ir_datasets
+
+
+TOPICS = """<top>
+<num> Number: 301
+<title> International &amp; organized crime
+
+<desc> Description:
+Identify organizations.
+<narr> Narrative:
+A relevant document must name
+the organization.
+</top>
+"""
+
+
+@pytest.fixture
+def registered(tmp_path: Path) -> str:
+    """A data set of ir_datasets with local files: one of its own formats for documents, topics and judgements."""
+    ir_datasets = pytest.importorskip("ir_datasets")
+    (tmp_path / "docs.tsv").write_text("d1\tCartels sell arms.\nd2\tPolio is gone.\n", encoding="utf-8")
+    (tmp_path / "qrels.txt").write_text("301 0 FBIS3-1 2\n301 0 FBIS3-3 0\n302 0 FBIS3-2 1\n", encoding="utf-8")
+    second = "<top>\n<num> Number: 302\n<title> Poliomyelitis\n<desc> Description:\nPolio\n<narr> Narrative:\n\n</top>\n"  # their reader needs a tag a line
+    (tmp_path / "topics.301-450").write_text(TOPICS + second, encoding="utf-8")
+    qrels = (tmp_path / "qrels.txt").read_text().replace("FBIS3-1", "d1").replace("FBIS3-2", "d2")
+    (tmp_path / "qrels.txt").write_text(qrels.replace("FBIS3-3", "d2"), encoding="utf-8")
+    local = ir_datasets.util.LocalDownload
+    name = f"local-{tmp_path.name}"
+    ir_datasets.registry.register(
+        name,
+        ir_datasets.Dataset(
+            ir_datasets.formats.TsvDocs(local(tmp_path / "docs.tsv")),
+            ir_datasets.formats.TrecQueries(local(tmp_path / "topics.301-450")),
+            ir_datasets.formats.TrecQrels(local(tmp_path / "qrels.txt"), {}),
+        ),
+    )
+    return f"ir_datasets:{name}"
+
+
+def test_a_data_set_of_ir_datasets_is_a_task(registered: str) -> None:
+    task = catalogue.load(registered)
+
+    assert catalogue.expand([registered]) == [registered]
+    assert texts(task) == {"d1": "Cartels sell arms.", "d2": "Polio is gone."}
+    assert [query.id for query in task.queries] == ["301", "302"]
+    assert " ".join((task.queries[0].instruction or "").split()) == "A relevant document must name the organization."
+    assert task.qrels == {"301": {"d1": 2, "d2": 0}, "302": {"d2": 1}}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("nowhere", "ir_datasets has no such data set"), ("antique", "has no queries; name one of its parts")],
+)
+def test_what_ir_datasets_cannot_provide_is_rejected(name: str, message: str) -> None:
+    pytest.importorskip("ir_datasets")
+    with pytest.raises(InputError, match=f"tasks=ir_datasets:{name}: .*{message}"):
+        catalogue.load(f"ir_datasets:{name}")
+
+
+# ---------- mteb's layout and InstructIR, which is published in it.
+
+
+def test_instructir_queries_of_one_text_are_a_group(tmp_path: Path) -> None:
+    task = catalogue.load("instructir", str(published.instructir_like(tmp_path)))
+
+    assert {query.group for query in task.queries} == {str(1_078_446 + topic) for topic in range(6)}
+    assert len({query.instruction for query in task.queries}) == len(task.queries)
+    assert [figure.name for figure in task.figures] == ["Robustness@10", "nDCG@10"]
+
+
+def test_instructions_may_be_a_column_of_queries_and_ids_may_be_called_id(tmp_path: Path) -> None:
+    """The form that mteb's own upload writes."""
+    root = published.instructir_like(tmp_path)
+    expected = catalogue.load("instructir", str(root))
+    repository = root / published.INSTRUCTIR
+    written = pq.read_table(repository / "instruction" / "instruction-00000-of-00001.parquet").to_pylist()
+    instructions = {row["query-id"]: row["instruction"] for row in written}
+    edit(
+        repository / "queries" / "queries-00000-of-00001.parquet",
+        lambda rows: [{"id": r["_id"], "text": r["text"], "instruction": instructions[r["_id"]]} for r in rows],
+    )
+    card = (repository / "README.md").read_text(encoding="utf-8")
+    (repository / "README.md").write_text(
+        card.replace("config_name: instruction", "config_name: other"), encoding="utf-8"
+    )
+
+    assert catalogue.load("instructir", str(root)).queries == expected.queries
+
+
+# ---------- FollowIR is read from its layout.
+
+
+def test_followir_ranks_candidates_under_two_instructions(tmp_path: Path) -> None:
+    task = catalogue.load("followir/core17", str(published.followir_like(tmp_path)))
+
+    first, second = task.queries[:2]
+    assert (first.id, first.kind, second.id, second.kind) == ("312-og", "og", "312-changed", "changed")
+    assert first.query == second.query
+    assert "were written after 2000" in (second.instruction or "")
+    assert "were written after 2000" not in (first.instruction or "")
+    assert task.candidates is not None
+    assert len(task.candidates["312-og"]) == 48
+    assert texts(task)[task.candidates["312-og"][0]] == f"{DOCUMENTS[0].title} {DOCUMENTS[0].text}"
+    assert [(figure.measure, figure.kind) for figure in task.figures] == [("p-MRR", None), ("MAP@1000", "og")]
+    assert len(task.changes) == 6
+    change = task.changes[0]
+    assert (change.original, change.changed) == ("312-og", "312-changed")
+    for document in change.documents:
+        assert task.qrels["312-og"][document] > 0
+        assert task.qrels["312-changed"][document] == 0
+
+
+def test_news21_reports_ndcg_at_5(tmp_path: Path) -> None:
+    task = catalogue.load("followir/news21", str(published.followir_like(tmp_path)))
+
+    assert [figure.name for figure in task.figures] == ["p-MRR", "nDCG@5"]
+
+
+FOLLOWIR_FAULTS = {
+    "a query without candidates": ("top_ranked/top_ranked", lambda rows: rows[1:], "query 312-og without candidates"),
+    "empty candidates": (
+        "top_ranked/top_ranked",
+        lambda rows: [rows[1] | {"query-id": "312-og", "corpus-ids": []}, *rows[1:]],
+        "query 312-og without candidates",
+    ),
+    "unknown candidates": (
+        "top_ranked/top_ranked",
+        lambda rows: [rows[0] | {"corpus-ids": ["none"]}, *rows[1:]],
+        "candidates name document none, not in the corpus",
+    ),
+    "a document for the list of candidates": (
+        "top_ranked/top_ranked",
+        lambda rows: [r | {"corpus-ids": r["corpus-ids"][0]} for r in rows],
+        "row 1: column corpus-ids holds '1000000_0'; give a list",
+    ),
+    "two lists of candidates": (
+        "top_ranked/top_ranked",
+        lambda rows: [*rows, rows[0] | {"corpus-ids": rows[0]["corpus-ids"][:1]}],
+        "query 312-og has two rows in `top_ranked`",
+    ),
+    "two instructions": (
+        "instruction/instruction",
+        lambda rows: [*rows, rows[0] | {"instruction": "another"}],
+        "query 312-og has two rows in `instruction`",
+    ),
+    "two lists of changes": (
+        "qrel_diff/qrel_diff",
+        lambda rows: [*rows, rows[0] | {"corpus-ids": []}],
+        "query 312 has two rows in `qrel_diff`",
+    ),
+    "a query without judgements": (
+        "data/test",
+        lambda rows: [r for r in rows if r["query-id"] != "312-og"],
+        "query 312-og without judgements",
+    ),
+    "unknown changes": (
+        "qrel_diff/qrel_diff",
+        lambda rows: [rows[0] | {"corpus-ids": ["none"]}],
+        "changed judgements name document none",
+    ),
+    "changes of no query": (
+        "qrel_diff/qrel_diff",
+        lambda rows: [rows[0] | {"query-id": "9"}],
+        "need query 9-og and 1 other, not in queries",
+    ),
+    "a query without instruction": (
+        "instruction/instruction",
+        lambda rows: rows[1:],
+        "query 312-og has no row in `instruction`",
+    ),
+    "no score": (
+        "data/test",
+        lambda rows: [{k: v for k, v in r.items() if k != "score"} for r in rows],
+        "column score is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FOLLOWIR_FAULTS)
+def test_a_faulty_followir_is_rejected(tmp_path: Path, fault: str) -> None:
+    file, change, message = FOLLOWIR_FAULTS[fault]
+    root = published.followir_like(tmp_path)
+    edit(root / published.FOLLOWIR["core17"] / f"{file}-00000-of-00001.parquet", change)
+
+    with pytest.raises(InputError, match=f"tasks=followir/core17: .*{message}"):
+        catalogue.load("followir/core17", str(root))
+
+
+def test_a_query_under_neither_instruction_is_rejected(tmp_path: Path) -> None:
+    root = published.followir_like(tmp_path)
+    for file, key in (("queries/queries", "_id"), ("instruction/instruction", "query-id")):
+        edit(
+            root / published.FOLLOWIR["core17"] / f"{file}-00000-of-00001.parquet",
+            lambda rows, key=key: [*rows, rows[0] | {key: "312-reversed"}],
+        )
+
+    with pytest.raises(InputError, match="query 312-reversed ends neither in -og nor in -changed"):
+        catalogue.load("followir/core17", str(root))
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    root = published.followir_like(tmp_path)
+    file = root / published.FOLLOWIR["core17"] / "corpus" / "corpus-00000-of-00001.parquet"
+    file.write_bytes(file.read_bytes()[:100])
+
+    with pytest.raises(InputError, match=rf"tasks=followir/core17: file={file}: not readable as Parquet"):
+        catalogue.load("followir/core17", str(root))
+
+
+# ---------- BRIGHT is read from its layout.
+
+
+def test_bright_excludes_the_named_documents_and_none_for_n_a(tmp_path: Path) -> None:
+    root = str(published.bright_like(tmp_path))
+
+    with_none, with_some = catalogue.load("bright/biology", root), catalogue.load("bright/leetcode", root)
+
+    assert with_none.excluded == {}
+    assert with_some.excluded["0"] == {"coffee_and_sleep/leetcode_18.txt"}
+    assert set(with_some.qrels["0"].values()) == {1}
+    assert with_some.queries[0].instruction is None
+
+
+def test_a_document_that_is_excluded_and_relevant_is_rejected(tmp_path: Path) -> None:
+    root = published.bright_like(tmp_path)
+    edit(
+        root / published.BRIGHT / "examples" / "leetcode-00000-of-00001.parquet",
+        lambda rows: [row | {"excluded_ids": row["gold_ids"][:1]} for row in rows],
+    )
+
+    with pytest.raises(InputError, match=r"query 0 excludes relevant document coffee_and_sleep/leetcode_0.txt"):
+        catalogue.load("bright/leetcode", str(root))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda row: {k: v for k, v in row.items() if k != "excluded_ids"}, "excluded_ids is missing or null"),
+        (lambda row: row | {"excluded_ids": row["excluded_ids"][0]}, "excluded_ids holds 'coffee.*; give a list"),
+        (lambda row: row | {"gold_ids": row["gold_ids"][0]}, "gold_ids holds 'coffee.*; give a list"),
+    ],
+)
+def test_examples_with_malformed_exclusions_are_rejected(
+    tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], message: str
+) -> None:
+    root = published.bright_like(tmp_path)
+    edit(
+        root / published.BRIGHT / "examples" / "leetcode-00000-of-00001.parquet",
+        lambda rows: [change(row) for row in rows],
+    )
+
+    with pytest.raises(InputError, match=f"tasks=bright/leetcode: .*row 1: column {message}"):
+        catalogue.load("bright/leetcode", str(root))
+
+
+# ---------- MAIR is read from its layout.
+
+
+def test_mair_grades_documents(tmp_path: Path) -> None:
+    task = catalogue.load("mair/fr-21", str(published.mair_like(tmp_path)))
+
+    assert task.candidates is None
+    assert {score for judged in task.qrels.values() for score in judged.values()} == {1, 2}
+    assert task.queries[1].query == "electric buses"
+    assert (task.queries[1].instruction or "").startswith("You search an archive.")
+
+
+def test_parts_of_a_mair_task_are_searched_separately(tmp_path: Path) -> None:
+    root = published.mair_like(tmp_path)
+    repositories = [
+        Repository(root / name, name, "mair/Twofold") for name in (published.MAIR_QUERIES, published.MAIR_DOCS)
+    ]
+
+    task = checked(layouts.read_mair(*repositories, "Twofold"))
+
+    assert len(task.queries) == 12
+    assert len(task.corpus) == len(DOCUMENTS)
+    assert task.candidates is not None
+    for query in task.queries:
+        part = query.id.partition("/")[0]
+        assert part in ("norway", "chile")
+        assert len(task.candidates[query.id]) == len(DOCUMENTS) // 2
+        assert all(part.capitalize() in texts(task)[document] for document in task.candidates[query.id])
+        assert set(task.qrels[query.id]) <= set(task.candidates[query.id])
+
+
+@pytest.mark.parametrize("label", ["d7", {"id": "d7"}, {"score": 1}])
+def test_a_label_without_id_or_score_is_rejected(tmp_path: Path, label: object) -> None:
+    root = published.mair_like(tmp_path)
+    edit(
+        root / published.MAIR_QUERIES / "DD_2015" / "queries.jsonl",
+        lambda rows: [rows[0] | {"labels": [label]}, *rows[1:]],
+    )
+
+    with pytest.raises(InputError, match=r"tasks=mair/dd-15: query DD_2015-0 has the label .*; a label has an id and"):
+        catalogue.load("mair/dd-15", str(root))
+
+
+def by_mairs_script(qrels: dict[str, dict[str, int]], run: dict[str, dict[str, float]]) -> float:
+    """Follow trec_eval() of MAIR's mair.py: nDCG@10 of one split, rounded to five decimals."""
+    scores = pytrec_eval.RelevanceEvaluator(qrels, {"ndcg_cut.10"}).evaluate(run)
+    return round(sum(values["ndcg_cut_10"] for values in scores.values()) / len(scores), 5)
+
+
+def rows_of(root: Path, repository: str, file: str) -> list[dict[str, Any]]:
+    with (root / repository / file).open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def test_bm25_scores_as_in_mairs_script(tmp_path: Path) -> None:
+    root = published.mair_like(tmp_path)
+    rows = rows_of(root, published.MAIR_QUERIES, "DD_2015/queries.jsonl")
+    docs = rows_of(root, published.MAIR_DOCS, "DD_2015/docs.jsonl")
+    theirs = bm25s.BM25()  # eval_bm25() of mair.py
+    theirs.index(bm25s.tokenize([d["doc"] for d in docs], stopwords="en", show_progress=False), show_progress=False)
+    expected = {}
+    for row in rows:
+        terms = bm25s.tokenize(row["instruction"] + " " + row["query"], show_progress=False)
+        hits, scores = theirs.retrieve(terms, corpus=[d["id"] for d in docs], k=100, show_progress=False)
+        expected[row["qid"]] = dict(zip(hits[0].tolist(), map(float, scores[0]), strict=True))
+    qrels = {row["qid"]: {label["id"]: int(label["score"]) for label in row["labels"]} for row in rows}
+
+    as_mair = {"kind": "bm25", "instructed_query": "{instruction} {query}", "plain_query": "{query}"}
+    bm25 = baselines.load(baselines.resolve("BM25", as_mair | {"bm25": {"stemmer": None}}))
+    task = catalogue.load("mair/dd-15", str(root))
+    found = means(score(task, bm25.rank(task, 100)))["nDCG@10"]
+
+    assert found == pytest.approx(by_mairs_script(qrels, expected), abs=1e-5)
+    assert 0.1 < found < 1
+
+
+def test_a_given_run_of_a_task_with_parts_scores_as_in_mairs_script(tmp_path: Path) -> None:
+    """MAIR's script weighs the splits of a task by their queries; the first has one query less here."""
+    root = published.mair_like(tmp_path)
+    edit(root / published.MAIR_QUERIES / "Twofold" / "norway_queries.jsonl", lambda rows: rows[1:])
+    repositories = [
+        Repository(root / name, name, "mair/Twofold") for name in (published.MAIR_QUERIES, published.MAIR_DOCS)
+    ]
+    task = checked(layouts.read_mair(*repositories, "Twofold"))
+    weighted, lines = [], []
+    for part in ("norway", "chile"):
+        rows = rows_of(root, published.MAIR_QUERIES, f"Twofold/{part}_queries.jsonl")
+        docs = rows_of(root, published.MAIR_DOCS, f"Twofold/{part}_docs.jsonl")
+        run = {row["qid"]: {d["id"]: crc32((row["qid"] + d["id"]).encode()) / 2**32 for d in docs} for row in rows}
+        qrels = {row["qid"]: {label["id"]: int(label["score"]) for label in row["labels"]} for row in rows}
+        weighted.append((by_mairs_script(qrels, run), len(rows)))
+        lines += [f"{part}/{q} Q0 {part}/{d} 0 {s} theirs\n" for q, own in run.items() for d, s in own.items()]
+    (tmp_path / "theirs.run").write_text("".join(lines))
+    given = baselines.load(baselines.resolve("theirs", {"kind": "run", "runs": [str(tmp_path / "theirs.run")]}))
+
+    found = means(score(task, given.rank(task, 100)))["nDCG@10"]
+
+    (norway, few), (chile, many) = weighted
+    assert (few, many) == (5, 6)
+    assert found == pytest.approx((norway * few + chile * many) / (few + many), abs=1e-5)
+    assert abs(norway - chile) > 0.01

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from infembed_ray.config.serving import RerankSettings, ServeSettings
+from infembed_ray.serving.release import ApiArguments, EncoderArguments, IndexArguments
+
+SETTINGS = ServeSettings(index="index")
+
+
+@pytest.mark.parametrize(
+    ("change", "changed"),
+    [
+        ({"port": 9000}, set()),
+        ({"model_name": "other"}, set()),
+        ({"writable": False}, set()),
+        ({"index": "elsewhere", "model": "a copy"}, set()),
+        ({"batch_tokens": 512}, {"encoder"}),
+        ({"dtype": "bfloat16"}, {"encoder"}),
+        ({"max_encoder_replicas": 4}, {"encoder", "api"}),
+        ({"cpus_per_shard": 2}, {"index"}),
+        ({"shard_replicas": 2}, {"index", "api"}),
+        ({"ingress_replicas": 2}, {"api"}),
+        ({"max_body_mib": 1}, {"api"}),
+        ({"rerank": RerankSettings(kind="late_interaction")}, set()),
+    ],
+)
+def test_a_setting_changes_only_the_applications_that_it_affects(change: dict[str, Any], changed: set[str]) -> None:
+    def names(settings: ServeSettings) -> dict[str, str]:
+        return {
+            "encoder": EncoderArguments(model="model", fingerprint="f" * 16, settings=settings).application,
+            "index": IndexArguments(index="/index/v1", version="v1", settings=settings).application,
+            "api": ApiArguments(locked=False, settings=settings).digest(),
+        }
+
+    before, after = names(SETTINGS), names(SETTINGS.model_copy(update=change))
+    assert {part for part in before if before[part] != after[part]} == changed
+
+
+def test_an_encoder_is_identified_by_its_fingerprint_wherever_it_is() -> None:
+    here, there, other = (
+        EncoderArguments(model=model, fingerprint=fingerprint * 16, settings=SETTINGS).application
+        for model, fingerprint in (("/here", "f"), ("s3://there", "f"), ("/here", "e"))
+    )
+    assert here == there != other
+
+
+def test_arguments_round_trip_through_the_config_file() -> None:
+    for arguments in (
+        EncoderArguments(
+            model="model", fingerprint="f" * 16, settings=SETTINGS.model_copy(update={"gpus_per_encoder": 0.5})
+        ),
+        IndexArguments(index="/index/v1", version="v1", settings=SETTINGS),
+        ApiArguments(locked=True, settings=SETTINGS),
+    ):
+        written = arguments.model_dump(mode="json", exclude_defaults=True)
+        assert type(arguments).model_validate(written) == arguments
