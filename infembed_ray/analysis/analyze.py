@@ -137,18 +137,18 @@ def prepare(settings: AnalyzeSettings) -> tuple[dict[str, Place], Step]:
     Raises:
         InputError: an input does not exist, a set has the label of the records, or the output cannot be written.
     """
-    named = {f"compare.{label}": file for label, file in settings.compare.items()}
-    named |= {f"evaluations.{label}": file for label, file in settings.evaluations.items()}
-    named |= {f"agreement.files.{number}": file for number, file in enumerate(settings.agreement.files)}
-    named["records"] = settings.records
+    paths_by_setting = {f"compare.{label}": file for label, file in settings.compare.items()}
+    paths_by_setting |= {f"evaluations.{label}": file for label, file in settings.evaluations.items()}
+    paths_by_setting |= {f"agreement.files.{number}": file for number, file in enumerate(settings.agreement.files)}
+    paths_by_setting["records"] = settings.records
     if settings.agreement.prices is not None:
-        named["agreement.prices"] = settings.agreement.prices
+        paths_by_setting["agreement.prices"] = settings.agreement.prices
     _, (encoder_paths, encoder_names), *paths = check_all(
         lambda: _check_labels(settings),
         lambda: _encoder_identity(settings),
-        *(partial(find_input, file, setting) for setting, file in named.items()),
+        *(partial(find_input, file, setting) for setting, file in paths_by_setting.items()),
     )
-    files = dict(zip(named, paths, strict=True))
+    files = dict(zip(paths_by_setting, paths, strict=True))
     prompts: dict[str, Place] = {}
     if settings.agreement.raters:
         from infembed_ray.synthesis import templates
@@ -164,10 +164,14 @@ def read(settings: AnalyzeSettings, files: Mapping[str, Place]) -> AnalysisInput
         InputError: an input cannot be read or has other columns, or LLM raters cannot be asked.
     """
 
-    def named(prefix: str) -> dict[str, Place]:
+    def of_section(prefix: str) -> dict[str, Place]:
         return {name.removeprefix(prefix): file for name, file in files.items() if name.startswith(prefix)}
 
-    compared, evaluations, answers = named("compare."), named("evaluations."), list(named("agreement.files.").values())
+    compared, evaluations, answers = (
+        of_section("compare."),
+        of_section("evaluations."),
+        list(of_section("agreement.files.").values()),
+    )
     tasks: list[Callable[[], Any]] = [
         lambda: inputs.read(files["records"], "records"),
         lambda: _rated(settings, answers),

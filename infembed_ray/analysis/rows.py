@@ -62,9 +62,12 @@ def _place(row: ShownRow) -> bytes:
 
 def _rows(records: RecordSet, removed: Mapping[int, Removal]) -> Iterator[ShownRow]:
     complements = {row["id"]: row.get("instruction_complement") for row in records.complements}
-    known = records.provenance["kept"] if len(records.provenance["kept"]) == len(records.kept) else None
+    kept_provenance = records.provenance["kept"] if len(records.provenance["kept"]) == len(records.kept) else None
     for number, record in enumerate(records.kept):
-        more = {"provenance": known[number] if known else None, "complement": complements.get(record.id)}
+        more = {
+            "provenance": kept_provenance[number] if kept_provenance else None,
+            "complement": complements.get(record.id),
+        }
         if removal := removed.get(number):
             yield _row("removed", vars(record) | more, "clean", removal.reason, removal.detail)
         else:
