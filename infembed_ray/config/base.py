@@ -40,7 +40,7 @@ class Kind:
 
 InputPath = Annotated[str, Kind(is_path=True)]
 """A file or directory that a stage reads."""
-RecordsPath = Annotated[str, Kind(is_path=True, stages=("clean", "synthesize"))]
+RecordsPath = Annotated[str, Kind(is_path=True, stages=("analyze", "synthesize"))]
 """Records."""
 IndexPath = Annotated[str, Kind(is_path=True, stages=("index",))]
 """An index, or an address of Milvus."""

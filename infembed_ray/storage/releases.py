@@ -64,7 +64,8 @@ def _resolved(name: str, kind: Kind, value: str) -> str:
     if not (kind.stages and value.endswith(ALIAS)):
         return value
     stages = read_manifest(find_input(followed(value, name), name), name)["stages"]
-    output = next((stages[stage]["address"] for stage in kind.stages if stage in stages), None)
+    made = (stages[stage] for stage in kind.stages if stage in stages)
+    output = next((each["address"] for each in made if not each.get("report_only")), None)
     if output is None:
         raise InputError.of(name, value, f"its release has no output of {' or '.join(kind.stages)}", "name one itself")
     say(f"{name}: {value} is {output}")

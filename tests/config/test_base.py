@@ -140,7 +140,7 @@ def test_texts_with_a_kind_are_found_at_every_depth():
     )
     changed = with_texts(settings, lambda name, kind, text: seen.setdefault(name, (kind.is_path, kind.stages)) and "x")
     assert seen == {
-        "records": (True, ("clean", "synthesize")),
+        "records": (True, ("analyze", "synthesize")),
         "models.a": (False, ("train",)),
         "models.b.model": (False, ("train",)),
     }

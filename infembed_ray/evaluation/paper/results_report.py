@@ -11,7 +11,7 @@ from infembed_ray.config.evaluation import ReportSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import obedience, results, tables
 from infembed_ray.evaluation.differences import Difference
-from infembed_ray.evaluation.paper import figures, formats, published, sheets
+from infembed_ray.evaluation.paper import figures, published, sheets
 from infembed_ray.evaluation.paper.collection import CombinedResults, collect
 from infembed_ray.evaluation.paper.sheets import Sheet
 from infembed_ray.evaluation.results import Results, conventions_of
@@ -117,15 +117,15 @@ class Report:
         about = f"Differences are to {self.baselines}; {tables.MARK}: significant at {tables.LEVEL:.0%}. "
         files = f"{PAGE} and {tables.TABLE_FILE} have the 95% intervals."
         shown = [sheet for sheet in self.ours if sheet.of != sheets.CONTROLLED]
-        return "\n\n".join([*map(formats.as_text, shown), (about if self.baselines else "") + files])
+        return "\n\n".join([*map(sheets.as_text, shown), (about if self.baselines else "") + files])
 
     def as_markdown(self, with_paper: bool = True) -> str:
         """Format our tables, perhaps the paper's, and how the numbers are computed."""
         parts = ["# Evaluation report"]
-        parts += ["\n\n".join(filter(None, (f"## {s.name}", s.note, formats.as_markdown(s)))) for s in self.ours]
+        parts += ["\n\n".join(filter(None, (f"## {s.name}", s.note, sheets.as_markdown(s)))) for s in self.ours]
         for sheet in sorted(self.papers if with_paper else (), key=lambda sheet: not sheet.ours):
             mine = "the paper's numbers, ours in bold; x100" if sheet.ours else "the paper's numbers only; x100"
-            parts.append(f"## {sheet.name}: {sheet.title}\n\n{mine}\n\n{formats.as_markdown(sheet)}")
+            parts.append(f"## {sheet.name}: {sheet.title}\n\n{mine}\n\n{sheets.as_markdown(sheet)}")
         results = self.collection.results
         listed = dict(self.conventions)
         for task, asked in results.tasks.items():
@@ -149,8 +149,8 @@ def run(settings: ReportSettings) -> Published:
     with step.publish() as staging:
         (staging.path / PAGE).write_text(report.as_html(), encoding="utf-8")
         (staging.path / MARKDOWN).write_text(report.as_markdown(), encoding="utf-8")
-        (staging.path / CSV).write_text(formats.as_csv(every), encoding="utf-8")
-        (staging.path / LATEX).write_text(formats.as_latex(every, report.note), encoding="utf-8")
+        (staging.path / CSV).write_text(sheets.as_csv(every), encoding="utf-8")
+        (staging.path / LATEX).write_text(sheets.as_latex(every, report.note), encoding="utf-8")
         staging.counts = {"models": len(report.collection.models), "tasks": len(report.collection.results.tasks)}
         staging.facts = {"tables_with_ours": [sheet.name for sheet in report.papers if sheet.ours]}
     say(f"report: {report.summary}")
