@@ -3,10 +3,7 @@
     python benchmarks/cleaning.py [--records 200000] [--directory PATH]
 
 Writes synthetic records (words by Zipf's law; one in seven is a copy of an earlier one with a few words changed) and an evaluation set of
-5,000 passages, one in a hundred of them taken from the records. Each case is a new process:
-
-    ray        `infembed clean` on a local cluster
-    in_memory  reads all records and calls the functions that `infembed analyze` uses on the same texts
+5,000 passages, one in a hundred of them taken from the records. `infembed analyze clean=true` runs in a new process.
 
 The last line is one JSON object. `driver_mb` and `worker_mb` are the largest private memory of the driver and of a worker, sampled every 0.5 s, without
 pages of Ray's object store.
@@ -83,30 +80,22 @@ def write(directory: Path, number: int) -> None:
     (directory / "evaluation.jsonl").write_text("\n".join(lines))
 
 
-def in_memory(directory: Path) -> dict[str, int]:
-    """Find near-duplicates and contamination with all texts in memory."""
-    from infembed_ray.analysis import contamination, inputs, texts
-    from infembed_ray.analysis.duplicates import near_duplicates
+def analyze(directory: Path) -> dict[str, int]:
+    """Run `infembed analyze clean=true`."""
+    from infembed_ray.analysis.analyze import run
+    from infembed_ray.config.analysis import AnalyzeSettings
 
-    found = inputs.read(directory / "records.parquet", "records")
-    evaluation = contamination.read(directory / "evaluation.jsonl", "evaluations.e")
-    matches = contamination.contamination("e", evaluation, texts.from_records("r", found.kept).texts, 13)
-    compared = [f"{r.instruction_positive}\n{r.query_positive}\n{r.document_positive}" for r in found.kept]
-    return {"near-duplicate": len(near_duplicates(compared)), "texts": sum(m.equal + m.overlapping for m in matches)}
-
-
-def with_ray(directory: Path) -> dict[str, int]:
-    """Run `infembed clean`."""
-    from infembed_ray.analysis.distributed import run
-    from infembed_ray.config.analysis import CleanSettings
-
-    evaluations = {"e": str(directory / "evaluation.jsonl")}
     with tempfile.TemporaryDirectory(dir=directory) as output:
-        settings = CleanSettings(records=str(directory / "records.parquet"), output=output, evaluations=evaluations)
+        settings = AnalyzeSettings(
+            records=str(directory / "records.parquet"),
+            output=output,
+            clean=True,
+            evaluations={"e": str(directory / "evaluation.jsonl")},
+        )
         return dict(run(settings).manifest["counts"])
 
 
-CASES = {"ray": with_ray, "in_memory": in_memory}
+CASES = {"analyze": analyze}
 
 
 def private_mb(process: psutil.Process) -> float:

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from infembed_ray import ray_compat
-from infembed_ray.analysis import report
+from infembed_ray.analysis import analyze
 from infembed_ray.cli.main import main
 from infembed_ray.errors import InputError
 from infembed_ray.ray_cluster import connect
@@ -38,7 +38,7 @@ def ray_processes():
 @pytest.mark.ray
 def test_two_failed_starts_end_the_command_with_one_line_and_leave_no_process(monkeypatch, capfd):
     monkeypatch.setenv(NO_TIME, "0")
-    monkeypatch.setattr(report, "run", lambda settings: connect())
+    monkeypatch.setattr(analyze, "run", lambda settings: connect())
     assert main(["analyze", f"records={__file__}", "output=unused"]) == 1
     out, err = capfd.readouterr()
     (line,) = err.splitlines()

@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -21,39 +21,99 @@ from infembed_ray.records import tables
 from infembed_ray.records.tables import Record
 from infembed_ray.storage.places import Place
 
+Answers = Mapping[str, Mapping[str, str]]
+"""Rater -> item_id -> answer."""
 ITEM_COLUMNS = ("item_id", "instruction", "query", "passages")
 """Columns of an item; all other columns are raters."""
 CONFIDENCE = 0.95
+RESAMPLES = 2000
+"""Bootstrap resamples of the items."""
 DISTRACTORS = 2
 """Passages of other records per item, beside the record's own three."""
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """Agreement of two raters on the items that both answered.
+class Kappa:
+    """A kappa and the ends of its bootstrap interval of CONFIDENCE; all None where it is undefined (one single answer)."""
 
-    Attributes:
-        alike: share of equal answers.
-        kappa: Cohen's kappa; None if both raters gave one and the same answer to all items.
-        low, high: ends of the bootstrap interval of CONFIDENCE.
-    """
-
-    one: str
-    other: str
-    items: int
-    alike: float
-    kappa: float | None
+    value: float | None
     low: float | None
     high: float | None
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A kappa and the ends of its bootstrap interval of CONFIDENCE; all None where kappa is undefined (one single answer)."""
+class RaterPair:
+    """Agreement of two raters on the items that both answered; `equal` is the share of equal answers."""
 
-    kappa: float | None
-    low: float | None
-    high: float | None
+    one: str
+    other: str
+    items: int
+    equal: float
+    kappa: Kappa
+
+
+@dataclass(frozen=True)
+class LlmRater:
+    """An LLM rater: the number of items that it answered, and the mean of Cohen's kappas with the reference raters."""
+
+    rater: str
+    model: str
+    answered: int
+    kappa: Kappa
+
+
+@dataclass(frozen=True)
+class AgreementStudy:
+    """Agreement of all raters.
+
+    Attributes:
+        items: number of items that any rater answered.
+        references: labels of the reference raters.
+        among_references: mean of Cohen's kappas of every two of them; undefined for a single one.
+        llm_raters: best first.
+        fleiss: Fleiss' kappa of all raters on the items that all of them answered.
+        pairs: every two raters that have items in common.
+    """
+
+    items: int
+    references: list[str]
+    among_references: Kappa
+    llm_raters: list[LlmRater]
+    fleiss: Kappa
+    pairs: list[RaterPair]
+
+
+def study(references: Answers, rated: Answers, models: Mapping[str, str]) -> AgreementStudy:
+    """Compare all raters.
+
+    Args:
+        references: answers of the reference raters, at least one.
+        rated: answers of LLM raters.
+        models: LLM rater -> its model.
+    """
+    everyone = {**references, **rated}
+    raters = [
+        LlmRater(
+            rater, models[rater], len(rated[rater]), mean_cohen_kappa(list(product([rater], references)), everyone)
+        )
+        for rater in rated
+    ]
+    return AgreementStudy(
+        items=len({item for answers in everyone.values() for item in answers}),
+        references=list(references),
+        among_references=mean_cohen_kappa(list(combinations(references, 2)), references),
+        llm_raters=sorted(raters, key=lambda rater: 2.0 if rater.kappa.value is None else -rater.kappa.value),
+        fleiss=fleiss_kappa(everyone),
+        pairs=[pair for one, other in combinations(everyone, 2) if (pair := _pair(one, other, everyone)) is not None],
+    )
+
+
+def _pair(one: str, other: str, answers: Answers) -> RaterPair | None:
+    common = [item for item in answers[one] if item in answers[other]]
+    if not common:
+        return None
+    equal = sum(answers[one][item] == answers[other][item] for item in common) / len(common)
+    return RaterPair(one, other, len(common), equal, mean_cohen_kappa([(one, other)], answers))
 
 
 def read(paths: Sequence[Place], name: str, least: int = 2) -> dict[str, dict[str, str]]:
@@ -95,24 +155,13 @@ def cell(value: Any) -> str | None:
     return re.sub(r"^(-?\d+)\.0+$", r"\1", text) or None
 
 
-def agreements(raters: Mapping[str, Mapping[str, str]], resamples: int, seed: int) -> list[Agreement]:
-    """Compute the agreement of each pair of raters that have items in common."""
-    found = []
-    for one, other in combinations(raters, 2):
-        common = [item for item in raters[one] if item in raters[other]]
-        if common:
-            pairs = [(raters[one][item], raters[other][item]) for item in common]
-            found.append(_agreement(one, other, pairs, resamples, seed))
-    return found
-
-
-def mean_cohen_kappa(
-    pairs: Sequence[tuple[str, str]], raters: Mapping[str, Mapping[str, str]], resamples: int, seed: int
-) -> Estimate:
+def mean_cohen_kappa(pairs: Sequence[tuple[str, str]], raters: Answers) -> Kappa:
     """Estimate the mean of Cohen's kappas of pairs of raters, each on the items that both answered."""
     items = sorted({item for pair in pairs for rater in pair for item in raters[rater]})
+    if not items:
+        return Kappa(None, None, None)
     places = {item: place for place, item in enumerate(items)}
-    weights = _resampled(len(items), resamples, seed)
+    weights = _resampled(len(items))
     kappas = []
     for one, other in pairs:
         both = [item for item in items if item in raters[one] and item in raters[other]]
@@ -122,56 +171,38 @@ def mean_cohen_kappa(
             for item in both:
                 cells[places[item], answers.index(raters[one][item]), answers.index(raters[other][item])] = 1
             kappas.append(cohen_kappa(np.tensordot(weights, cells, axes=1)))
-    return _estimate(np.mean(kappas, axis=0) if kappas else np.full(1, np.nan))
+    return _interval(np.mean(kappas, axis=0) if kappas else np.full(1, np.nan))
 
 
-def fleiss_kappa(raters: Mapping[str, Mapping[str, str]], resamples: int, seed: int) -> Estimate:
+def fleiss_kappa(raters: Answers) -> Kappa:
     """Estimate Fleiss' kappa of two or more raters on the items that all of them answered."""
     common = sorted(set.intersection(*(set(answers) for answers in raters.values())))
     answers = sorted({given[item] for given in raters.values() for item in common})
     if len(answers) < 2:
-        return Estimate(None, None, None)
+        return Kappa(None, None, None)
     counts = np.array([[sum(g[item] == answer for g in raters.values()) for answer in answers] for item in common])
     alike = (counts * (counts - 1)).sum(axis=1) / (len(raters) * (len(raters) - 1))
-    weights = _resampled(len(common), resamples, seed) / len(common)
+    weights = _resampled(len(common)) / len(common)
     by_chance = np.square(weights @ counts / len(raters)).sum(axis=1)
     only_one = np.isclose(by_chance, 1.0)
     kappas = (weights @ alike - by_chance) / np.where(only_one, 1.0, 1.0 - by_chance)
-    return _estimate(np.where(only_one, np.nan, kappas))
+    return _interval(np.where(only_one, np.nan, kappas))
 
 
-def _resampled(items: int, resamples: int, seed: int) -> np.ndarray:
-    """Return (1 + resamples, items): how often each item counts, once in the first row."""
-    drawn = np.random.default_rng(seed).multinomial(items, np.full(items, 1 / items), size=resamples)
+def _resampled(items: int) -> np.ndarray:
+    """Return (1 + RESAMPLES, items): how often each item counts, once in the first row."""
+    drawn = np.random.default_rng(0).multinomial(items, np.full(items, 1 / items), size=RESAMPLES)
     return np.vstack([np.ones(items, dtype=drawn.dtype), drawn])
 
 
-def _estimate(kappas: np.ndarray) -> Estimate:
+def _interval(kappas: np.ndarray) -> Kappa:
     """Return the first kappa, and the interval of the others."""
     drawn = kappas[1:][~np.isnan(kappas[1:])]
     if np.isnan(kappas[0]) or not len(drawn):
-        return Estimate(None, None, None)
+        return Kappa(None, None, None)
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(drawn, [tail, 1 - tail])
-    return Estimate(float(kappas[0]), float(low), float(high))
-
-
-def _agreement(one: str, other: str, pairs: Sequence[tuple[str, str]], resamples: int, seed: int) -> Agreement:
-    counts = confusion(pairs)
-    # A bootstrap over items is a multinomial draw over the cells of the confusion matrix.
-    cells = np.random.default_rng(seed).multinomial(len(pairs), counts.ravel() / len(pairs), size=resamples)
-    found = _estimate(cohen_kappa(np.concatenate([counts[None], cells.reshape(resamples, *counts.shape)])))
-    alike = float(np.trace(counts) / len(pairs))
-    return Agreement(one, other, len(pairs), alike, found.kappa, found.low, found.high)
-
-
-def confusion(pairs: Sequence[tuple[str, str]]) -> np.ndarray:
-    """Return the (answers, answers) confusion counts; rows are the first rater's answers."""
-    answers = {answer: number for number, answer in enumerate(sorted({a for pair in pairs for a in pair}))}
-    counts = np.zeros((len(answers), len(answers)), dtype=np.int64)
-    for one, other in pairs:
-        counts[answers[one], answers[other]] += 1
-    return counts
+    return Kappa(float(kappas[0]), float(low), float(high))
 
 
 def cohen_kappa(counts: np.ndarray) -> np.ndarray:
@@ -184,14 +215,14 @@ def cohen_kappa(counts: np.ndarray) -> np.ndarray:
     return np.where(only_one, np.nan, (alike - by_chance) / np.where(only_one, 1.0, 1.0 - by_chance))
 
 
-def sheet(rows: Sequence[Record], items: int, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def sheet(rows: Sequence[Record], items: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Draw random items for annotators; return them and their key, the pipeline's own answers.
 
     An item is one record in one of its three scenarios, with its passages and DISTRACTORS of other records in random
     order. An annotator adds a column with the number of the right passage, 0 for none. The key has the same format,
-    with a rater called `pipeline`, so both can be given to `agreement`.
+    with a rater called `pipeline`, so both can be given to `agreement.files`.
     """
-    rng = random.Random(seed)
+    rng = random.Random(0)
     chosen = rng.sample(range(len(rows)), min(items, len(rows)))
     asked, key = [], []
     for number, index in enumerate(chosen):

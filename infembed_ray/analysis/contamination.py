@@ -1,7 +1,7 @@
 """Contamination: texts of evaluation sets in the records, by string matching (paper, section 6).
 
-Two texts match if they are equal or share an n-gram of words, after case, punctuation and white space are normalised.
-The hashes of the records' n-grams are in memory; evaluation sets of any size are streamed.
+A text matches an evaluation set if it shares a run of NGRAM words with a text of the set, or, if it is shorter, equals one; case,
+punctuation and white space are ignored. The n-grams of an evaluation set are in memory as hashes, 8 bytes each.
 """
 
 from __future__ import annotations
@@ -9,25 +9,53 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import PurePosixPath
 from typing import Any
 
-from infembed_ray.analysis.shingles import normalised
+import numpy as np
+
+from infembed_ray.analysis.inputs import KINDS
+from infembed_ray.analysis.words import hashes, normalised
 from infembed_ray.errors import InputError
 from infembed_ray.records import tables
+from infembed_ray.records.tables import Record
 from infembed_ray.storage.places import Place, listing
 
+NGRAM = 13
+"""Consecutive words that count as an overlap, as in the decontamination of GPT-3 (arXiv 2005.14165, appendix C)."""
 EXAMPLES = 5
+_AT_ONCE = 1 << 12
+"""Texts of an evaluation set whose hashes are joined at once."""
 _ID = re.compile(r"(^|[_-])id$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Match:
-    """A text of the records, and what it shares with the evaluation set: all of it, or the first n-gram, normalised."""
+class EvaluationTexts:
+    """An evaluation set: its number of texts, and the sorted hashes of their n-grams."""
 
-    text: str
-    shared: str
+    texts: int
+    grams: np.ndarray
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> EvaluationTexts:
+        """Hash the n-grams of texts, which are iterated once."""
+        parts, waiting, number = [np.empty(0, dtype=np.uint64)], [], 0
+        for text in texts:
+            waiting.append(hashes(normalised(text).split(), NGRAM))
+            number += 1
+            if len(waiting) == _AT_ONCE:
+                parts.append(np.unique(np.concatenate(waiting)))
+                waiting = []
+        return cls(number, np.unique(np.concatenate([*parts, *waiting])))
+
+    def shared(self, text: str) -> str | None:
+        """Return the first words that a text shares with the set; None if there are none."""
+        words = normalised(text).split()
+        own = hashes(words, NGRAM)
+        if not len(own) or not len(self.grams):
+            return None
+        places = np.flatnonzero(self.grams[np.searchsorted(self.grams, own).clip(max=len(self.grams) - 1)] == own)
+        return " ".join(words[places[0] : places[0] + NGRAM]) if len(places) else None
 
 
 @dataclass(frozen=True)
@@ -37,18 +65,16 @@ class Contamination:
     Attributes:
         texts: number of the records' texts.
         compared: number of the evaluation set's texts, of all kinds.
-        equal: number of the records' texts that equal one of the evaluation set.
-        overlapping: number of other texts that share an n-gram with one.
-        examples: matches with different shared texts.
+        matching: number of the records' texts that match one of them.
+        examples: shared words.
     """
 
     evaluation: str
     kind: str
     texts: int
     compared: int
-    equal: int
-    overlapping: int
-    examples: list[Match]
+    matching: int
+    examples: list[str]
 
 
 def read(path: Place, name: str) -> Iterator[str]:
@@ -78,51 +104,21 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def contamination(
-    evaluation: str, theirs: Iterable[str], ours: Mapping[str, Sequence[str]], length: int
-) -> list[Contamination]:
-    """Compare the texts of an evaluation set with those of the records.
-
-    Args:
-        theirs: its texts, iterated once.
-        ours: kind -> the records' texts.
-    """
-    known = {_hash(text) for texts in ours.values() for text in map(normalised, texts) if text}
-    grams = {_hash(gram) for texts in ours.values() for text in map(normalised, texts) for gram in ngrams(text, length)}
-    equal: set[int] = set()
-    shared: set[int] = set()
-    compared = 0
-    for text in map(normalised, theirs):
-        compared += 1
-        whole = _hash(text)
-        if whole in known:
-            equal.add(whole)
-        shared.update(gram for gram in map(_hash, ngrams(text, length)) if gram in grams)
-    return [_of_kind(evaluation, kind, texts, compared, equal, shared, length) for kind, texts in ours.items()]
-
-
-def _of_kind(
-    evaluation: str, kind: str, texts: Sequence[str], compared: int, equal: set[int], shared: set[int], length: int
-) -> Contamination:
-    same: list[Match] = []
-    overlapping: list[Match] = []
-    for text in texts:
-        plain = normalised(text)
-        if plain and _hash(plain) in equal:
-            same.append(Match(text, plain))
-        else:
-            found = next((gram for gram in ngrams(plain, length) if _hash(gram) in shared), None)
-            if found is not None:
-                overlapping.append(Match(text, found))
-    examples = list({match.shared: match for match in same + overlapping}.values())
-    return Contamination(evaluation, kind, len(texts), compared, len(same), len(overlapping), examples[:EXAMPLES])
-
-
-def ngrams(text: str, length: int) -> Iterator[str]:
-    """Yield all runs of `length` words of a normalised text."""
-    words = text.split()
-    for start in range(len(words) - length + 1):
-        yield " ".join(words[start : start + length])
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+    label: str, evaluation: EvaluationTexts, records: Sequence[Record]
+) -> tuple[list[Contamination], dict[int, str]]:
+    """Compare records with an evaluation set; return the matches by kind of text, and row -> shared words."""
+    findings, rows = [], dict[int, str]()
+    for kind, columns in KINDS.items():
+        matches = [
+            (row, words)
+            for row, record in enumerate(records)
+            for column in columns
+            if (words := evaluation.shared(getattr(record, column))) is not None
+        ]
+        for row, words in matches:
+            rows.setdefault(row, words)
+        examples = list(dict.fromkeys(words for _, words in matches))[:EXAMPLES]
+        findings.append(
+            Contamination(label, kind, len(records) * len(columns), evaluation.texts, len(matches), examples)
+        )
+    return findings, rows

@@ -19,7 +19,7 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Cost:
+class SynthesisCost:
     """Cost of a synthesis.
 
     Attributes:
@@ -40,21 +40,21 @@ class Cost:
     latency_s: dict[str, float]
 
 
-def cost(found: RecordSet) -> Cost | None:
+def cost(records: RecordSet) -> SynthesisCost | None:
     """Add up the cost of the rows; None if no row has a provenance."""
-    everything = [row for rows in found.provenance.values() for row in rows]
+    everything = [row for rows in records.provenance.values() for row in rows]
     if not everything:
         return None
     total = _spent(everything)
-    latencies = found.manifest.get("traffic", {}).get("latency_s", {})
-    return Cost(
-        kept=_spent(found.provenance["kept"]),
-        rejected=_spent(found.provenance["rejected"]),
-        dead_letter=_spent(found.provenance["dead_letter"]),
+    latencies = records.manifest.get("traffic", {}).get("latency_s", {})
+    return SynthesisCost(
+        kept=_spent(records.provenance["kept"]),
+        rejected=_spent(records.provenance["rejected"]),
+        dead_letter=_spent(records.provenance["dead_letter"]),
         total=total,
-        usd_per_1000_kept=1000 * total.usd / len(found.kept) if found.kept and total.usd is not None else None,
-        calls=found.counts.get("calls"),
-        replayed=found.counts.get("replayed"),
+        usd_per_1000_kept=1000 * total.usd / len(records.kept) if records.kept and total.usd is not None else None,
+        calls=records.counts.get("calls"),
+        replayed=records.counts.get("replayed"),
         latency_s={name: s for name, s in latencies.items() if s is not None},
     )
 

@@ -15,7 +15,7 @@ GRID = 24
 
 
 @dataclass(frozen=True)
-class Covered:
+class CoveredSet:
     """A set in the plane: its points, within [0, 1] on both axes, and the number of grid cells with a point."""
 
     label: str
@@ -35,7 +35,7 @@ class Coverage:
     kind: str
     explained: tuple[float, float]
     cells: int
-    sets: list[Covered]
+    sets: list[CoveredSet]
 
 
 def coverage(kind: str, embeddings: Mapping[str, np.ndarray]) -> Coverage:
@@ -54,7 +54,7 @@ def coverage(kind: str, embeddings: Mapping[str, np.ndarray]) -> Coverage:
         explained=explained,
         cells=len(set().union(*cells)),
         sets=[
-            Covered(label, [(round(float(x), 4), round(float(y), 4)) for x, y in of_set], len(occupied))
+            CoveredSet(label, [(round(float(x), 4), round(float(y), 4)) for x, y in of_set], len(occupied))
             for label, of_set, occupied in zip(embeddings, np.split(points, ends[:-1]), cells, strict=True)
         ],
     )

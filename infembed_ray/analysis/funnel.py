@@ -74,35 +74,35 @@ class Funnel:
     complement_faults: list[Loss]
 
 
-def funnel(found: RecordSet) -> Funnel:
+def funnel(records: RecordSet) -> Funnel:
     """Count kept, rejected and failed rows."""
-    kept, rejected, dead = len(found.kept), len(found.rejected), len(found.dead_letter)
-    seeds = found.counts.get("seeds")
+    kept, rejected, dead = len(records.kept), len(records.rejected), len(records.dead_letter)
+    seeds = records.counts.get("seeds")
     return Funnel(
         seeds=seeds,
         kept=kept,
         rejected=rejected,
         dead_letter=dead,
         unaccounted=0 if seeds is None else seeds - kept - rejected - dead,
-        rejections=_losses((row["step"], row["reason"]) for row in found.rejected),
-        errors=_losses((row["step"], row["error"]) for row in found.dead_letter),
-        steps=[] if seeds is None else _steps(kept, found),
-        complements=len(found.complements),
-        complements_fit=sum(row["fault"] is None for row in found.complements),
+        rejections=_losses((row["step"], row["reason"]) for row in records.rejected),
+        errors=_losses((row["step"], row["error"]) for row in records.dead_letter),
+        steps=[] if seeds is None else _steps(kept, records),
+        complements=len(records.complements),
+        complements_fit=sum(row["fault"] is None for row in records.complements),
         complement_faults=_losses(
-            ("complement", row["fault"]) for row in found.complements if row["fault"] is not None
+            ("complement", row["fault"]) for row in records.complements if row["fault"] is not None
         ),
     )
 
 
-def _steps(kept: int, found: RecordSet) -> list[Flow]:
-    rejected = Counter(row["step"] or "unknown" for row in found.rejected)
-    dead = Counter(row["step"] or "unknown" for row in found.dead_letter)
+def _steps(kept: int, records: RecordSet) -> list[Flow]:
+    rejected = Counter(row["step"] or "unknown" for row in records.rejected)
+    dead = Counter(row["step"] or "unknown" for row in records.dead_letter)
     reached = kept + rejected.total() + dead.total()
     flows = []
     lost = rejected.keys() | dead.keys()
-    known = (step for step in STEPS if not step.startswith("cheap_judge_") or step in lost)
-    for step in (*known, *sorted(lost - set(STEPS))):
+    steps = (step for step in STEPS if not step.startswith("cheap_judge_") or step in lost)
+    for step in (*steps, *sorted(lost - set(STEPS))):
         passed = reached - rejected[step] - dead[step]
         flows.append(Flow(step, reached, rejected[step], dead[step], passed))
         reached = passed
@@ -133,9 +133,9 @@ class Verdicts:
 def verdicts(record_set: RecordSet) -> list[Verdicts]:
     """Count the judge's picks in every scenario; empty if no row has a verdict."""
     given = [row["verdicts"] for rows in record_set.provenance.values() for row in rows if row["verdicts"]]
-    found = []
+    counted = []
     for scenario in SCENARIOS:
         picks = Counter(verdict[scenario] for verdict in given if verdict[scenario] is not None)
         if picks:
-            found.append(Verdicts(scenario, picks.total(), picks[scenario], dict(picks.most_common())))
-    return found
+            counted.append(Verdicts(scenario, picks.total(), picks[scenario], dict(picks.most_common())))
+    return counted

@@ -16,7 +16,7 @@ PAPER_MEANS = {"instruction": 35.57, "query": 8.06, "passage": 55.2}
 
 
 @dataclass(frozen=True)
-class Size:
+class TextSizes:
     """A row of the paper's Table 1: distinct texts and mean words per text, by kind; `source` None: of all sources."""
 
     source: str | None
@@ -24,7 +24,7 @@ class Size:
     mean_words: dict[str, float]
 
 
-PAPER_SIZE = Size(None, {"instruction": 77_500, "query": 77_500, "passage": 116_200}, PAPER_MEANS)
+PAPER_SIZE = TextSizes(None, {"instruction": 77_500, "query": 77_500, "passage": 116_200}, PAPER_MEANS)
 """The published InF-IR set (paper, Table 1); its counts are rounded."""
 
 
@@ -48,15 +48,15 @@ def lengths(records: Sequence[Record]) -> list[Length]:
     """Measure each kind of text, all its columns together and then each column; empty without records."""
     if not records:
         return []
-    found = []
+    measured = []
     for kind, columns in KINDS.items():
         words = {column: [len(getattr(record, column).split()) for record in records] for column in columns}
-        found.append(_length(kind, None, [n for of_column in words.values() for n in of_column]))
-        found += [_length(kind, column, of_column) for column, of_column in words.items()]
-    return found
+        measured.append(_length(kind, None, [n for of_column in words.values() for n in of_column]))
+        measured += [_length(kind, column, of_column) for column, of_column in words.items()]
+    return measured
 
 
-def sizes(records: Sequence[Record]) -> list[Size]:
+def sizes(records: Sequence[Record]) -> list[TextSizes]:
     """Return the size of all records and, if they have several, of each source, the largest first."""
     by_source: defaultdict[str, list[Record]] = defaultdict(list)
     for record in records:
@@ -66,10 +66,10 @@ def sizes(records: Sequence[Record]) -> list[Size]:
     return [_size(source, part) for source, part in parts if part]
 
 
-def _size(source: str | None, records: Sequence[Record]) -> Size:
+def _size(source: str | None, records: Sequence[Record]) -> TextSizes:
     texts = {kind: [getattr(record, column) for record in records for column in KINDS[kind]] for kind in KINDS}
-    means = {kind: float(np.mean([len(text.split()) for text in found])) for kind, found in texts.items()}
-    return Size(source, {kind: len(set(found)) for kind, found in texts.items()}, means)
+    means = {kind: float(np.mean([len(text.split()) for text in of_kind])) for kind, of_kind in texts.items()}
+    return TextSizes(source, {kind: len(set(of_kind)) for kind, of_kind in texts.items()}, means)
 
 
 def _length(kind: str, column: str | None, words: list[int]) -> Length:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 from infembed_ray.analysis.coverage import Coverage, coverage
 from infembed_ray.analysis.diversity import Diversity, diversity
 from infembed_ray.analysis.inputs import KINDS
-from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.records import tables
 from infembed_ray.records.tables import ALIASES, Record
@@ -20,6 +19,8 @@ from infembed_ray.storage.places import Place
 
 Embed = Callable[[Sequence[str]], np.ndarray]
 """n texts -> (n, d) unit vectors."""
+SAMPLE = 10_000
+"""Texts of each kind to draw from each set for diversity and coverage."""
 
 
 @dataclass(frozen=True)
@@ -33,72 +34,63 @@ class TextSet:
 def from_records(label: str, rows: Sequence[Record]) -> TextSet:
     """Collect the positive and negative texts of InF-IR records."""
     texts = {kind: [getattr(row, column) for row in rows for column in columns] for kind, columns in KINDS.items()}
-    return TextSet(label, {kind: found for kind, found in texts.items() if found})
+    return TextSet(label, {kind: of_kind for kind, of_kind in texts.items() if of_kind})
 
 
-def read(label: str, path: Place, name: str, columns: Mapping[str, str]) -> TextSet:
+def read(label: str, path: Place, name: str) -> TextSet:
     """Read the texts of another set.
 
     Args:
-        path: InF-IR records, or a file with a column per kind of text.
-        columns: kind -> column, if the column is not named after the kind.
+        path: InF-IR records, or a file with columns named after the kinds of text.
 
     Raises:
-        InputError: as `tables.raw_rows`; an unknown kind, or no column with texts.
+        InputError: as `tables.raw_rows`, or no column has texts.
     """
-    for kind in columns:
-        if kind not in KINDS:
-            raise InputError(f"compare_columns.{kind}: no such kind of text; {nearest(kind, KINDS)}")
     file = path if path.is_file() else path / tables.KEPT_FILE
     if not file.is_file():
         raise InputError(f"{name}={path}: no {tables.KEPT_FILE} in this directory; give a file or a synthesis output")
     texts: dict[str, list[str]] = {kind: [] for kind in KINDS}
-    seen: dict[str, None] = {}
+    columns: dict[str, None] = {}
     for row in tables.raw_rows(file, name):
-        seen.update(dict.fromkeys(row))
+        columns.update(dict.fromkeys(row))
         for kind in KINDS:
-            texts[kind] += _of_kind(kind, row, columns)
-    found = {kind: of_kind for kind, of_kind in texts.items() if of_kind}
-    if not found:
+            texts[kind] += _of_kind(kind, row)
+    with_texts = {kind: of_kind for kind, of_kind in texts.items() if of_kind}
+    if not with_texts:
         raise InputError(
-            f"{name}={path}: no column with instructions, queries or passages (found: {', '.join(map(str, seen))}); "
-            "set compare_columns.instruction=COLUMN, or that of query or passage"
+            f"{name}={path}: no column with instructions, queries or passages (columns: {', '.join(map(str, columns))}); "
+            "rename one to instruction, query or passage"
         )
-    return TextSet(label, found)
+    return TextSet(label, with_texts)
 
 
-def _of_kind(kind: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> list[str]:
-    if kind in columns:
-        names: Iterable[str] = [columns[kind]]
-    else:
-        # An older name counts only if the newer one is absent.
-        ours = (next((n for n in (c, *ALIASES.get(c, ())) if n in row), c) for c in KINDS[kind])
-        names = [kind, *ours]
-    values = (row.get(name) for name in dict.fromkeys(names))
+def _of_kind(kind: str, row: Mapping[str, Any]) -> list[str]:
+    # An older name counts only if the newer one is absent.
+    ours = (next((n for n in (c, *ALIASES.get(c, ())) if n in row), c) for c in KINDS[kind])
+    values = (row.get(name) for name in dict.fromkeys([kind, *ours]))
     return [value for value in values if isinstance(value, str) and value.strip()]
 
 
-def samples(sets: Sequence[TextSet], kind: str, most: int, seed: int) -> dict[str, list[str]]:
+def samples(sets: Sequence[TextSet], kind: str, most: int) -> dict[str, list[str]]:
     """Draw equally many texts of a kind from each set that has the kind; return label -> texts.
 
     Measures of diversity depend on the number of texts, so only equal samples are comparable.
     """
     having = [each for each in sets if kind in each.texts]
     size = min([most, *(len(each.texts[kind]) for each in having)])
-    return {each.label: random.Random(f"{seed}/{kind}").sample(list(each.texts[kind]), size) for each in having}
+    return {each.label: random.Random(f"0/{kind}").sample(list(each.texts[kind]), size) for each in having}
 
 
-def compare(
-    sets: Sequence[TextSet], most: int, seed: int, embed: Embed | None
-) -> tuple[list[Diversity], list[Coverage]]:
+def compare(sets: Sequence[TextSet], most: int, embed: Embed | None) -> tuple[list[Diversity], list[Coverage]]:
     """Measure equal samples of all sets, kind by kind.
 
     Args:
+        most: texts of each kind to draw from each set.
         embed: encoder; None omits what needs embeddings, APS and coverage.
     """
     diversities, coverages = [], []
     for kind in KINDS:
-        drawn = samples(sets, kind, most, seed)
+        drawn = samples(sets, kind, most)
         vectors = {label: embed(texts) for label, texts in drawn.items()} if embed is not None else {}
         every = {each.label: each.texts[kind] for each in sets if kind in each.texts}
         diversities += [diversity(label, kind, every[label], drawn[label], vectors.get(label)) for label in drawn]

@@ -29,8 +29,8 @@ GROUPS = {
     "operate": ("pipeline", "manifests", "plan", "runs", "journal", "doctor", "init", "quickstart"),
 }
 """Title in `infembed --help` -> verbs."""
-INPUTS = {"agreement", "answers", "compare", "corpus", "distractors", "evaluations", "index"}
-INPUTS |= {"path", "records", "replay", "results", "reworded", "runs", "seeds", "sheet"}
+INPUTS = {"compare", "files", "corpus", "distractors", "evaluations", "index"}
+INPUTS |= {"path", "records", "replay", "results", "reworded", "runs", "seeds"}
 """Settings that name files or directories."""
 MODELS = {"adapter", "encoder", "model", "models", "teacher"}
 """Settings that name a model: a directory or any other name."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from infembed_ray.config.base import Settings, runtime_field
@@ -32,13 +30,6 @@ class MineSettings(Settings):
         le=1,
         description="a passage is a false negative from this share of the positive's score (TopK-PercPos of NV-Retriever)",
     )
-    margin: float = Field(
-        0.0, ge=0, description="and from the positive's score minus this margin (TopK-MarginPos of NV-Retriever)"
-    )
-    sample: Literal["top", "random"] = Field(
-        "top", description="top: the negatives nearest to the query; random: any of the `depth`, by the seed"
-    )
-    seed: int = Field(42, description="seed of sample=random")
     teacher: NamedRetriever | None = runtime_field(
         None,
         description="encoder or reranker that judges in place of the index's encoder, as in `models` of `infembed evaluate`; "

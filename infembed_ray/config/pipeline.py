@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from infembed_ray.config.analysis import AnalyzeSettings, CleanSettings
+from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.config.base import Settings, runtime_field
 from infembed_ray.config.evaluation import EvaluateSettings
 from infembed_ray.config.retrieval import IndexSettings
@@ -26,9 +26,8 @@ def _filled_in(**values: Any) -> BeforeValidator:
 WIRES: dict[str, dict[str, tuple[str, ...]]] = {
     "synthesize": {},
     "analyze": {"records": ("synthesize",)},
-    "clean": {"records": ("synthesize",)},
-    "train": {"records": ("clean", "synthesize")},
-    "evaluate": {"models": ("train",), "records": ("clean", "synthesize")},
+    "train": {"records": ("analyze", "synthesize")},
+    "evaluate": {"models": ("train",), "records": ("analyze", "synthesize")},
     "index": {"model": ("train",)},
     "serve": {"index": ("index",)},
 }
@@ -50,10 +49,8 @@ class PipelineSettings(Settings):
         None, description="seeds -> records"
     )
     analyze: Annotated[AnalyzeSettings, _filled_in(output="", records="")] | None = Field(
-        None, description="records -> quality report; `gates` stops the pipeline"
-    )
-    clean: Annotated[CleanSettings, _filled_in(output="", records="")] | None = Field(
-        None, description="records -> no near-duplicates or test texts"
+        None,
+        description="records -> quality report; `gates` stops the pipeline, `clean` passes on the records that stay",
     )
     train: Annotated[TrainSettings, _filled_in(output="")] | None = Field(
         None, description="records + backbone -> checkpoint"
@@ -110,4 +107,10 @@ class PipelineSettings(Settings):
             return None
         if (stage, setting) == HELD_OUT and section.split is None:
             return None
-        return next((made for made in WIRES[stage][setting] if getattr(self, made) is not None), None)
+        return next((made for made in WIRES[stage][setting] if self._makes(made)), None)
+
+    def _makes(self, stage: str) -> bool:
+        """Whether a stage makes an input of later ones; `analyze` does only with `clean`."""
+        return (
+            self.analyze is not None and self.analyze.clean if stage == "analyze" else getattr(self, stage) is not None
+        )

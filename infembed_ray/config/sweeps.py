@@ -36,9 +36,6 @@ class SweepSettings(Settings):
         (),
         description="objectives to train, one table row each; []: the objective of `train`, if there are no variants",
     )
-    grid: dict[str, tuple[Any, ...]] = Field(
-        {}, description="field of `train` -> values; every objective is trained with all combinations, one row each"
-    )
     variants: dict[str, dict[str, Any]] = Field(
         {}, description="label -> fields of `train` to change; one more row each"
     )
@@ -46,6 +43,4 @@ class SweepSettings(Settings):
         (42,), min_length=1, description="seeds of every row; the table shows mean and standard deviation over them"
     )
     base: bool = Field(True, description="evaluate the untrained backbones too, as the first row")
-    concurrent: int | None = runtime_field(
-        None, ge=1, description="maximum number of concurrent trials; null: as many as the cluster has resources for"
-    )
+    concurrent: int = runtime_field(1, ge=1, description="trials that run at the same time")

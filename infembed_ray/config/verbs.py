@@ -65,15 +65,11 @@ VERBS = {
         "synthesis.estimate:describe",
     ),
     "analyze": Verb(
-        "report the quality of records",
-        "analysis.report:run",
+        "report the quality of records, and keep the good ones",
+        "analysis.analyze:run",
         "analysis:AnalyzeSettings",
         "analyze records=runs/records output=runs/analysis",
     ),
-    "clean": Verb(
-        "drop near-duplicates and test texts from records", "analysis.distributed:run", "analysis:CleanSettings"
-    ),
-    "agreement": Verb("compare LLM raters with annotators", "agreement.raters:run", "analysis:AgreementSettings"),
     "mine": Verb(
         "add hard negatives to tuples from an index",
         "mining.distributed:run",

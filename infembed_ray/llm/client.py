@@ -265,13 +265,27 @@ class ChatClient:
         wait_s = min(failure.retry_after_s, others_wake_at - now)
         if wait_s <= left_s and not given_up:
             return max(wait_s, min(pause, others_wake_at - now, left_s))
+        longest_s = await self._give_up(failure, route, request, tries, wait_s)
+        return min(pause, longest_s) if longest_s else pause
+
+    async def _give_up(
+        self, failure: Unanswered, route: _RestingRoute, request: Request, tries: _Tries, wait_s: float
+    ) -> float:
+        """End the retries of a request: fail it if an endpoint answers others, or fail the run if the patience is over.
+
+        Args:
+            wait_s: the wait that the endpoints ask for.
+
+        Returns:
+            The longest pause if it is to be retried after all; 0: any.
+        """
+        limited, left_s = isinstance(failure, RateLimited), self._patience_s - tries.took_s
         where = f"endpoint.base_url={route.endpoint.base_url}"
         if not limited and not any(each.reached for each in self._routes):
             self._fail(f"{where}: cannot be reached ({failure}); start it, or correct the URL", failure)
         if wait_s > self._patience_s:
-            self._fail(
-                f"{where}: asks to wait {wait_s:.0f} s ({failure}); raise endpoint.patience_s, or run it later", failure
-            )
+            remedy = "raise endpoint.patience_s, or run it later"
+            self._fail(f"{where}: asks to wait {wait_s:.0f} s ({failure}); {remedy}", failure)
         for each in sorted(self._routes, key=lambda each: each is not route):
             fault = await self._fault(each, request)
             if isinstance(fault, RunFailure):
@@ -279,14 +293,12 @@ class ChatClient:
             elif fault is None:
                 if limited or tries.faults > self._max_retries:
                     raise RowFailure(f"{failure}; tried {tries.failed} times in {tries.took_s:.0f} s") from failure
-                return pause
+                return 0.0
         if wait_s > left_s or left_s <= 0:
-            self._fail(
-                f"{where}: no answer to {model} in {tries.took_s:.0f} s ({failure}); mend it, or raise endpoint.patience_s",
-                failure,
-            )
+            silence = f"no answer to {request.model} in {tries.took_s:.0f} s ({failure})"
+            self._fail(f"{where}: {silence}; mend it, or raise endpoint.patience_s", failure)
         tries.faults = 0  # an outage says nothing about the request
-        return min(pause, left_s)
+        return left_s
 
     async def _fault(self, route: _RestingRoute, request: Request) -> Unanswered | RunFailure | None:
         """Ask a short question; return why the endpoint does not answer it, or None.

@@ -36,8 +36,6 @@ Dialects = Sequence[Mapping[str, Dialect]]
 """By endpoint: model -> dialect; without a model, its parameters are sent as they are."""
 _ATTEMPTS = 3
 """Attempts at an endpoint that is busy, before its dialect stays unknown."""
-_CONNECTIONS = 6
-"""Attempts at an endpoint that takes no connection, before it counts as unreachable; 7.5 s."""
 _TINY_CAP = 16
 _LONG_ANSWER = "This is a test. Count from 1 to 100 in words; if JSON is asked for, as its only value."
 """A question whose answer has hundreds of tokens."""
@@ -75,7 +73,9 @@ async def learn(endpoints: Mapping[str, Endpoint], requests: Mapping[str, Reques
         try:
             for setting, request in requests.items():
                 probe = _Probe(name, route, transport, setting, request, table, learned)
-                dialects[request.model] = await probe.dialect(dialects.get(request.model, {}))
+                dialect = await probe.dialect(dialects.get(request.model, {}))
+                if dialect is not None:
+                    dialects[request.model] = dialect
         except RunFailure as failure:
             failures.append(failure)
             learned.report.append(str(failure))
@@ -112,10 +112,13 @@ class _Probe:
     table: PriceTable
     learned: Learned
 
-    async def dialect(self, dialect: Dialect) -> Dialect:
-        """Send the request until its parameters are taken, and report what they are; begin with a known dialect."""
+    async def dialect(self, dialect: Dialect) -> Dialect | None:
+        """Send the request until its parameters are taken, and report what they are; begin with a known dialect.
+
+        Return None if the endpoint is busy or cannot be reached.
+        """
         address = self.route.address(self.request.model)
-        busy, attempts = 0, _ATTEMPTS
+        busy = 0
         while True:
             body = adapted(self.request.body, dialect)
             try:
@@ -129,8 +132,6 @@ class _Probe:
             except ErrorBody as error:
                 answer = error.body
                 failure = self.route.failure(self.request, error.status, headers, answer)
-            except aiohttp.ClientConnectorError as error:
-                failure, attempts = Unanswered(one_line(error), paid=False), _CONNECTIONS
             except (asyncio.TimeoutError, aiohttp.ClientError, OSError) as error:
                 failure = Unanswered(one_line(error) or "time-out")
             if isinstance(failure, RunFailure):
@@ -141,13 +142,9 @@ class _Probe:
             if isinstance(failure, Unanswered) and failure.paid:
                 self._add(worst_case(self.request, self.table))
             busy += 1
-            if busy >= _CONNECTIONS == attempts:
-                raise RunFailure(
-                    f"{self.name}.base_url={self.route.endpoint.base_url}: cannot be reached ({failure}); start it, or correct the URL"
-                )
-            if busy >= _ATTEMPTS == attempts:
+            if busy == _ATTEMPTS:
                 self.learned.report.append(f"{self._model}: unknown parameters ({failure}); they are sent as set")
-                return {**dialect, UNCAPPED: None}
+                return None
             await asyncio.sleep(min(5.0, getattr(failure, "retry_after_s", 0.0)) + 0.5 * busy)
 
     async def _with_cap(self, dialect: Dialect) -> Dialect:

@@ -23,7 +23,7 @@ from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.config.mining import MineSettings
 from infembed_ray.errors import check_all
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.mining.miner import Known, Mined, Miner, known_positives, read, require_teacher
+from infembed_ray.mining.miner import KnownPositives, Mined, Miner, known_positives, read, require_teacher
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, errors_of_tasks
@@ -44,7 +44,7 @@ _COUNTS = ("mined", "too_similar", "short")
 
 
 @dataclass(frozen=True)
-class Inputs:
+class MiningInputs:
     """What a mining reads: its records, the index's version and the teacher, if there is one."""
 
     records: Place
@@ -61,12 +61,12 @@ def run(settings: MineSettings) -> Published:
     inputs, step = prepare(settings)
     if done := step.finished():
         return done
-    known = known_positives(partial(read, settings, inputs.records))
+    positives = known_positives(partial(read, settings, inputs.records))
     connect()
     with step.publish() as staging:
         parts = staging.path / STATES
         parts.mkdir(exist_ok=True)
-        _mine(settings, inputs, known, parts)
+        _mine(settings, inputs, positives, parts)
         staging.counts = _join(parts, staging.path / KEPT_FILE)
         shutil.rmtree(parts)
     counts = staging.counts
@@ -77,7 +77,7 @@ def run(settings: MineSettings) -> Published:
     return step.published()
 
 
-def prepare(settings: MineSettings) -> tuple[Inputs, Step]:
+def prepare(settings: MineSettings) -> tuple[MiningInputs, Step]:
     """Locate the inputs, check the index's encoder and the teacher without their weights, and identify the run.
 
     Raises:
@@ -89,7 +89,7 @@ def prepare(settings: MineSettings) -> tuple[Inputs, Step]:
     changed = change_log(index.path, index.facts).last()
     version = index.version if changed <= index.facts.folded else f"{index.version} with changes to {changed}"
     step = Step("mine", settings, settings.output, {"records": records, **paths}, {"index": version, **names})
-    return Inputs(records, index, teacher), step
+    return MiningInputs(records, index, teacher), step
 
 
 def _index(settings: MineSettings) -> Index:
@@ -119,17 +119,17 @@ class _Actor:
         self._load = load
         self._miner: Miner | None = None
 
-    def mine(self, rows: list[Example], known: Known) -> Mined:
+    def mine(self, rows: list[Example], positives: KnownPositives) -> Mined:
         self._miner = self._miner or self._load()
-        return self._miner.mine(rows, known)
+        return self._miner.mine(rows, positives)
 
 
-def _mine(settings: MineSettings, inputs: Inputs, known: Known, parts: Path) -> None:
+def _mine(settings: MineSettings, inputs: MiningInputs, positives: KnownPositives, parts: Path) -> None:
     """Write the file of every block that has none yet."""
     device = "cuda" if settings.gpus_per_worker else "cpu"
     load = partial(Miner, settings, address(inputs.index.path), inputs.teacher, device)
     actor = ray.remote(num_gpus=settings.gpus_per_worker, max_restarts=-1, max_task_retries=-1)(_Actor)
-    shared = ray.put(known)
+    shared = ray.put(positives)
     pool = ActorPool([actor.remote(load) for _ in range(settings.workers)])
     waiting: list[tuple[Path, int]] = []
     with track("mine", None) as advance:

@@ -16,16 +16,15 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.retrievers.retriever import PairReranker, TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
-from infembed_ray.mining.selection import select
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import tables, tuples
 from infembed_ray.records.tables import Record
-from infembed_ray.records.tuples import Example, TrainingRecord
+from infembed_ray.records.tuples import Example
 from infembed_ray.retrieval.index import Index
 from infembed_ray.storage.places import Place
 from infembed_ray.training.collate import flatten
 
-Known = Mapping[int, Collection[str]]
+KnownPositives = Mapping[int, Collection[str]]
 """Key of an (instruction, query) that several tuples have -> the positives of all of them."""
 
 
@@ -42,14 +41,11 @@ def read(settings: MineSettings, path: Place) -> Iterator[Example]:
         return
     columns = tuples.single(settings.columns)
     for record in tables.stream(path, Record, "records", columns, settings.split):
-        yield from as_examples(record)
+        yield from _as_examples(record)
 
 
-def as_examples(record: TrainingRecord) -> Iterator[Example]:
+def _as_examples(record: Record) -> Iterator[Example]:
     """Yield a record's tuples as examples."""
-    if isinstance(record, Example):
-        yield record
-        return
     rows = flatten(record)
     for number, row in enumerate(rows, start=1):
         yield Example(
@@ -71,12 +67,12 @@ def known_positives(rows: Callable[[], Iterable[Example]]) -> dict[int, set[str]
         rows: Returns all tuples; it is called twice, so that only repeated queries are held.
     """
     uses = Counter(map(_key, rows()))
-    found: dict[int, set[str]] = {key: set() for key, count in uses.items() if count > 1}
-    if found:
+    positives: dict[int, set[str]] = {key: set() for key, count in uses.items() if count > 1}
+    if positives:
         for row in rows():
-            if (key := _key(row)) in found:
-                found[key].update(row.positives)
-    return found
+            if (key := _key(row)) in positives:
+                positives[key].update(row.positives)
+    return positives
 
 
 def _key(row: Example) -> int:
@@ -120,26 +116,26 @@ class Miner:
         self._index.require_encoder(self._encoder.fingerprint())
         self._teacher = None if teacher is None else baselines.load(teacher, device, settings.batch_tokens)
 
-    def mine(self, rows: Sequence[Example], known: Known) -> Mined:
+    def mine(self, rows: Sequence[Example], known_positives: KnownPositives) -> Mined:
         """Add hard negatives to tuples; with a teacher, replace their scores by its scores of all passages.
 
         Args:
-            known: Further positives; see `known_positives`.
+            known_positives: Further positives; see `known_positives`.
         """
         queries, instructions = [row.query for row in rows], [row.instruction for row in rows]
         vectors = self._encoder.encode_queries(queries, instructions, batch_tokens=self._settings.batch_tokens)
         candidates: list[dict[str, float]] = []
         for row, hits in zip(rows, self._index.search(vectors, self._settings.depth), strict=True):
-            own = {*row.positives, *row.negatives, *known.get(_key(row), ())}
+            own = {*row.positives, *row.negatives, *known_positives.get(_key(row), ())}
             candidates.append({hit.text: hit.score for hit in reversed(hits) if hit.text not in own})
         # Equal texts keep their highest score; the order is that of the search.
-        found = [dict(reversed(of_row.items())) for of_row in candidates]
-        texts = [[*row.positives, *row.negatives, *of_row] for row, of_row in zip(rows, found, strict=True)]
+        hits_of = [dict(reversed(of_row.items())) for of_row in candidates]
+        texts = [[*row.positives, *row.negatives, *of_row] for row, of_row in zip(rows, hits_of, strict=True)]
         if self._teacher is None:
             positives = self._cosines(vectors, [row.positives for row in rows])
             scores = [
                 np.concatenate([own, np.full(len(row.negatives), np.nan), [*of_row.values()]])
-                for own, row, of_row in zip(positives, rows, found, strict=True)
+                for own, row, of_row in zip(positives, rows, hits_of, strict=True)
             ]
         else:
             scores = self._taught(rows, texts)
@@ -148,19 +144,22 @@ class Miner:
     def _selected(self, rows: Sequence[Example], texts: Sequence[Sequence[str]], scores: Sequence[np.ndarray]) -> Mined:
         """Select among the texts after a row's own positives and negatives."""
         made, mined, too_similar, short = [], 0, 0, 0
-        for row, of_row, scored in zip(rows, texts, scores, strict=True):
+        for row, texts_of_row, scored in zip(rows, texts, scores, strict=True):
             first, own = len(row.positives), len(row.positives) + len(row.negatives)
             judged = np.exp(-np.logaddexp(0.0, -scored)) if isinstance(self._teacher, PairReranker) else scored
-            chosen = select(self._settings, row.id, judged[:first].tolist(), judged[own:].tolist())
-            places = [*range(first, own), *(own + place for place in chosen.places)]
-            mined += len(chosen.places)
-            too_similar += chosen.too_similar
-            short += len(chosen.places) < self._settings.negatives
-            row = replace(row, negatives=tuple(of_row[place] for place in places))
+            allowed = np.flatnonzero(
+                judged[own:] < bound(float(judged[:first].min()), self._settings.max_share)
+            ).tolist()
+            chosen = allowed[: self._settings.negatives]
+            places = [*range(first, own), *(own + place for place in chosen)]
+            mined += len(chosen)
+            too_similar += len(texts_of_row) - own - len(allowed)
+            short += len(chosen) < self._settings.negatives
+            row = replace(row, negatives=tuple(texts_of_row[place] for place in places))
             if self._teacher is not None:
                 positive_scores, negative_scores = scored[:first].tolist(), scored[places].tolist()
                 row = replace(row, positive_scores=tuple(positive_scores), negative_scores=tuple(negative_scores))
-            elif row.positive_scores and chosen.places:
+            elif row.positive_scores and chosen:
                 row = replace(row, positive_scores=(), negative_scores=())  # the mined negatives have none
             made.append(row)
         return Mined(made, mined, too_similar, short)
@@ -185,6 +184,16 @@ class Miner:
             [(query, text) for query, of_row in zip(queries, texts, strict=True) for text in of_row]
         )
         return _divided(scores, texts)
+
+
+def bound(positive: float, max_share: float) -> float:
+    """Return the score from which a passage is a false negative (TopK-PercPos, arXiv 2407.15831).
+
+    Args:
+        positive: Score of the positive: a cosine, or a probability.
+        max_share: Share of it. Below 0, the share counts from the positive downwards, too.
+    """
+    return positive - (1 - max_share) * abs(positive)
 
 
 def require_teacher(teacher: RetrieverSettings) -> None:

@@ -154,6 +154,8 @@ def _publish_release(settings: PipelineSettings, made: Mapping[str, Published]) 
             staging.facts["stages"] = {
                 stage: {"address": output.address, "identity": identities[stage]} for stage, output in made.items()
             }
+            if settings.analyze and not settings.analyze.clean and "analyze" in made:
+                staging.facts["stages"]["analyze"]["report_only"] = True
         done = step.published()
     say(f"pipeline: every gate is passed; release {done.manifest['identity']} is {done.address}")
     if settings.train and "train" in made:

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import httpx2
 
-from infembed_ray.analysis.report import PAGE_FILE as ANALYSIS_REPORT
-from infembed_ray.analysis.report import run as analyze
+from infembed_ray.analysis.analyze import PAGE_FILE as ANALYSIS_REPORT
+from infembed_ray.analysis.analyze import run as analyze
 from infembed_ray.client import Client
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.config.base import Settings
@@ -229,8 +229,8 @@ def _ask(url: str, backbone: str, corpus: Path) -> tuple[list[Ranking], list[Ran
     with Client(url, transport=httpx2.HTTPTransport()) as client:  # its own: no proxy for loopback
         trained = [list(map(vars, client.search(QUERY, each, top_k=TOP_K).hits)) for each in instructions]
     before, after = (
-        [Ranking(QUERY, instruction, wanted, hits) for (wanted, instruction), hits in zip(asked, found, strict=True)]
-        for found in (untrained, trained)
+        [Ranking(QUERY, instruction, wanted, hits) for (wanted, instruction), hits in zip(asked, of_model, strict=True)]
+        for of_model in (untrained, trained)
     )
     say(side_by_side(after[1:]))
     say(f"Before training, that passage is first under {sum(r.obeyed for r in before[1:])} of the 2 instructions.")

@@ -65,7 +65,7 @@ def _figures(results: Results) -> Iterator[tuple[tables.Column, Scale, list[tabl
 
 def moves(without: Ranking, under: Ranking) -> dict[str, tuple[str, str]]:
     """Describe how the instruction moves each hit: passage id -> direction (`up`, `down` or empty) and words."""
-    found = {}
+    described = {}
     for rank, hit in enumerate(under.hits, start=1):
         before = without.rank(hit["id"])
         direction = "" if before == rank else "down" if before is not None and before < rank else "up"
@@ -73,20 +73,20 @@ def moves(without: Ranking, under: Ranking) -> dict[str, tuple[str, str]]:
             words = f"new among the first {len(under.hits)}"
         else:
             words = f"{direction} from {before}" if direction else "same rank"
-        found[hit["id"]] = (direction, words)
-    return found
+        described[hit["id"]] = (direction, words)
+    return described
 
 
 def _changes(results: Results) -> Iterator[tuple[str, bool]]:
     """Yield for each measure of each trained model its change in words, and whether that is significant."""
     baseline = next(iter(results.models))
     for column in tables.columns(results)[infir.TASK]:
-        found = tables.cells(results, column)
-        for model, cell in found.items():
+        cells = tables.cells(results, column)
+        for model, cell in cells.items():
             mean, change = cell.compared.mean, cell.compared.difference
             if change is None or cell.adjusted is None:
                 continue
-            before, after = column.number(found[baseline].compared.mean.value), column.number(mean.value)
+            before, after = column.number(cells[baseline].compared.mean.value), column.number(mean.value)
             verb = "stays at" if before == after else "rises" if change.value > 0 else "falls"
             moved = f"{verb} {after}" if before == after else f"{verb} from {before} to {after}"
             low, high = column.number(change.low, sign=True), column.number(change.high, sign=True)

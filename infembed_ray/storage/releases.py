@@ -23,7 +23,7 @@ ALIAS = ".release"
 """Ending of an alias."""
 STAGES = {
     "index": ("index",),
-    "records": ("clean", "synthesize"),
+    "records": ("analyze", "synthesize"),
     **dict.fromkeys(("model", "models", "encoder", "teacher"), ("train",)),
 }
 """Setting -> the stages of a release whose output it takes, the best first."""
@@ -76,7 +76,8 @@ def _resolved(name: str, value: Any) -> Any:
     if not (name in STAGES and isinstance(value, str) and value.endswith(ALIAS)):
         return value
     stages = read_manifest(find_input(followed(value, name), name), name)["stages"]
-    found = next((stages[stage]["address"] for stage in STAGES[name] if stage in stages), None)
+    made = (stages[stage] for stage in STAGES[name] if stage in stages)
+    found = next((output["address"] for output in made if not output.get("report_only")), None)
     if found is None:
         raise InputError.of(name, value, f"its release has no output of {' or '.join(STAGES[name])}", "name one itself")
     say(f"{name}: {value} is {found}")

@@ -1,4 +1,4 @@
-"""`infembed sweep`: run the trials as Ray tasks, as many at once as the cluster has resources for.
+"""`infembed sweep`: run the trials as Ray tasks, `concurrent` at once.
 
 Each trial is two steps with their own identities (a training, an evaluation), so a sweep that runs again skips finished
 steps and runs the rest, whether the driver was killed, a node was lost, or the sweep was extended by a row or a seed. The
@@ -27,7 +27,7 @@ from infembed_ray.sweeps.table import Outcome
 from infembed_ray.sweeps.trials import Trial, combined, prepare
 from infembed_ray.training.launch import run as train
 
-TABLE, CSV = "table.md", "table.csv"
+TABLE = "table.md"
 _DRIVER_CPUS = 0.01
 """CPUs of the process of a trial, which only waits for its workers."""
 
@@ -43,10 +43,9 @@ def run(settings: SweepSettings) -> Published:
         return done
     connect()
     with step.publish() as staging:
-        outcomes, found = _run_trials(settings, planned)
+        outcomes, trial_results = _run_trials(settings, planned)
         markdown = table.as_markdown(outcomes)
         (staging.path / TABLE).write_text(markdown, encoding="utf-8")
-        (staging.path / CSV).write_text(table.as_csv(outcomes), encoding="utf-8")
         say(markdown)
         failed = [o for o in outcomes if o.failure is not None]
         if failed:
@@ -54,22 +53,22 @@ def run(settings: SweepSettings) -> Published:
                 f"output={settings.output}: {len(failed)} of {len(outcomes)} trials failed, the first: {failed[0].failure}; "
                 f"the table is in {staging.path / TABLE}; run the same command again to retry them"
             )
-        results.write(staging.path, combined(planned, found))
+        results.write(staging.path, combined(planned, trial_results))
         staging.counts = {"trials": len(outcomes)}
     return step.published()
 
 
 def _run_trials(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[list[Outcome], list[Results]]:
     """Run all trials; return their outcomes, in order, and the results of those that succeeded."""
-    at_once, waiting = _at_once(settings, planned), deque(planned)
-    say(f"sweep: {counted(len(planned), 'trial')}, {at_once} at once")
+    waiting = deque(planned)
+    say(f"sweep: {counted(len(planned), 'trial')}, {settings.concurrent} at once")
     # Ray repeats a trial whose node was lost; an exception of a trial is its outcome.
     task = ray.remote(num_cpus=_DRIVER_CPUS, max_retries=settings.train.max_failures)(_run_trial)
     running: dict[ray.ObjectRef, Trial] = {}
     ended: dict[str, tuple[str, str | None]] = {}
     with track("sweep", len(planned)) as advance:
         while waiting or running:
-            while waiting and len(running) < at_once:
+            while waiting and len(running) < settings.concurrent:
                 trial = waiting.popleft()
                 running[task.remote(trial)] = trial
             (done,), _ = ray.wait(list(running))
@@ -79,15 +78,15 @@ def _run_trials(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[list
             except ray.exceptions.RayError as error:  # its process was lost
                 ended[trial.name] = "", _cause(error)
             advance(note=f"{trial.name}{' failed' if ended[trial.name][1] else ''}")
-    outcomes, found = [], []
+    outcomes, trial_results = [], []
     for trial in planned:
         place, failure = ended[trial.name]
         measures = {}
         if failure is None:
-            found.append(results.read(place_of(place), trial.name))
-            measures = table.measures_of(found[-1].figures[trial.row])
+            trial_results.append(results.read(place_of(place), trial.name))
+            measures = table.measures_of(trial_results[-1].figures[trial.row])
         outcomes.append(Outcome(trial.row, trial.model, trial.seed, measures, failure))
-    return outcomes, found
+    return outcomes, trial_results
 
 
 def _run_trial(trial: Trial) -> tuple[str, str | None]:
@@ -107,28 +106,6 @@ def _run_trial(trial: Trial) -> tuple[str, str | None]:
 def _place_of(published: Published, output: str) -> str:
     """Return where other processes find an output."""
     return address(place_of(output) / published.manifest["identity"])
-
-
-def _at_once(settings: SweepSettings, planned: Sequence[Trial]) -> int:
-    """Return how many trials fit the cluster now; at least one, for which an autoscaler may add nodes."""
-    if settings.concurrent is not None:
-        return settings.concurrent
-    needs: dict[str, float] = {}
-    for trial in planned:
-        for name, amount in _needs(trial).items():
-            needs[name] = max(needs.get(name, 0.0), amount)
-    available = ray.cluster_resources()
-    fitting = [int(available.get(name, 0.0) / amount) for name, amount in needs.items() if amount]
-    return max(1, min([*fitting, len(planned)]))
-
-
-def _needs(trial: Trial) -> dict[str, float]:
-    """Return the resources of a trial: the maximum of its training and its evaluation."""
-    cpus, gpus = float(trial.evaluate.actors), trial.evaluate.actors * trial.evaluate.gpus_per_actor
-    if trial.train is not None:
-        cpus = max(cpus, trial.train.workers * trial.train.cpus_per_worker)
-        gpus = max(gpus, trial.train.workers * trial.train.gpus_per_worker)
-    return {"CPU": cpus + _DRIVER_CPUS, "GPU": gpus}
 
 
 def _cause(error: BaseException) -> str:

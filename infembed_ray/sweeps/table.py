@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,16 +56,6 @@ def as_markdown(outcomes: Sequence[Outcome]) -> str:
     seeds = sorted({outcome.seed for outcome in outcomes if outcome.seed is not None})
     parts.append(f"Mean ± sample standard deviation over seeds {', '.join(map(str, seeds))}.")
     return "\n\n".join(parts) + "\n"
-
-
-def as_csv(outcomes: Sequence[Outcome]) -> str:
-    """Format one line per trial."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, ["row", "model", "seed", *_names(outcomes), "failure"], lineterminator="\n")
-    writer.writeheader()
-    for o in outcomes:
-        writer.writerow({"row": o.row, "model": o.model, "seed": o.seed, **o.measures, "failure": o.failure})
-    return text.getvalue()
 
 
 def _names(outcomes: Sequence[Outcome]) -> list[str]:

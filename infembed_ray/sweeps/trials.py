@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -77,13 +76,10 @@ def rows(settings: SweepSettings) -> dict[str, dict[str, Any]]:
     if not objectives and not settings.variants:
         objectives = [Objective.parse(settings.train.objective)]
     made: dict[str, dict[str, Any]] = {}
-    for objective in objectives:
-        for values in itertools.product(*settings.grid.values()):
-            change = dict(zip(settings.grid, values, strict=True))
-            label = ", ".join([str(objective), *(f"{name}={value}" for name, value in change.items())])
-            if label in made:
-                raise InputError(f"objectives: {label} is listed twice; list each once")
-            made[label] = {"objective": str(objective), **change}
+    for objective in map(str, objectives):
+        if objective in made:
+            raise InputError(f"objectives: {objective} is listed twice; list each once")
+        made[objective] = {"objective": objective}
     for label, change in settings.variants.items():
         if label in made or label == BASE:
             raise InputError(f"variants.{label}: another row has this label; choose another")
@@ -112,16 +108,16 @@ def trials(settings: SweepSettings) -> list[Trial]:
                 raise InputError(f"{where}.{name}: is set by models, output and seeds of the sweep; leave it out")
     settings = _with_absolute_paths(settings)
     designs = {row: _design(settings, row, change) for row, change in rows(settings).items()}
-    found: list[Trial] = []
+    planned: list[Trial] = []
     for label, model in settings.models.items():
         backbone = locate(model, f"models.{label}").path
         if settings.base:
-            found.append(_trial(settings, BASE, label, None, None, untrained(settings.train, backbone)))
+            planned.append(_trial(settings, BASE, label, None, None, untrained(settings.train, backbone)))
         for row, design in designs.items():
             for seed in settings.seeds:
                 train = design.model_copy(update={"model": backbone, "seed": seed})
-                found.append(_trial(settings, row, label, seed, train, None))
-    return found
+                planned.append(_trial(settings, row, label, seed, train, None))
+    return planned
 
 
 def prepare(settings: SweepSettings) -> tuple[list[Trial], Step]:
@@ -150,9 +146,9 @@ def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str,
     for n, validation in enumerate(held_out, start=1):
         files |= {f"train.validation.{name} ({n})": file for name, file in held_out_files(validation).items()}
     for name, model in models.items():
-        found = locate(model, name)
-        files |= found.inputs
-        names |= found.names
+        checkpoint = locate(model, name)
+        files |= checkpoint.inputs
+        names |= checkpoint.names
     return files, names
 
 
@@ -164,9 +160,9 @@ def _fingerprint_of(files: Sequence[Place]) -> str:
     return hashlib.sha256("".join(map(fingerprint, files)).encode()).hexdigest()[:16]
 
 
-def combined(planned: Sequence[Trial], found: Sequence[Results]) -> Results:
+def combined(planned: Sequence[Trial], results: Sequence[Results]) -> Results:
     """Combine the results of all trials, with each trial as a model."""
-    first = found[0]
+    first = results[0]
     return Results(
         tasks=first.tasks,
         models={
@@ -177,12 +173,12 @@ def combined(planned: Sequence[Trial], found: Sequence[Results]) -> Results:
                 "train": None if trial.train is None else trial.train.identity(),
                 **of_trial.models[trial.row],
             }
-            for trial, of_trial in zip(planned, found, strict=True)
+            for trial, of_trial in zip(planned, results, strict=True)
         },
-        scores={trial.name: of_trial.scores[trial.row] for trial, of_trial in zip(planned, found, strict=True)},
+        scores={trial.name: of_trial.scores[trial.row] for trial, of_trial in zip(planned, results, strict=True)},
         depth=first.depth,
         obedience={
-            **{t.name: r.obedience[t.row] for t, r in zip(planned, found, strict=True) if t.row in r.obedience},
+            **{t.name: r.obedience[t.row] for t, r in zip(planned, results, strict=True) if t.row in r.obedience},
             **{label: of_tasks for label, of_tasks in first.obedience.items() if label not in first.models},
         },
     )
@@ -236,8 +232,8 @@ def _design(settings: SweepSettings, row: str, change: dict[str, Any]) -> TrainS
         if train.teacher is not None:
             update["teacher"] = locate(train.teacher, "teacher").path
         if train.validation is not None:
-            found = {name: getattr(train.validation, name) for name in held_out_files(train.validation)}
-            absolute = {name: _absolute(path) for name, path in found.items()}
+            paths = {name: getattr(train.validation, name) for name in held_out_files(train.validation)}
+            absolute = {name: _absolute(path) for name, path in paths.items()}
             update["validation"] = train.validation.model_copy(update=absolute)
     except InputError as error:
         raise InputError(f"row {row}: {error}") from error
@@ -291,7 +287,7 @@ def describe(settings: SweepSettings) -> Iterator[str]:
     first = planned[0]
     model = first.untrained or first.train.model  # type: ignore[union-attr]
     evaluation = first.evaluate.model_copy(update={"models": {first.row: model}})
-    found, *needs = check_all(
+    evaluation_inputs, *needs = check_all(
         lambda: resolve_evaluation(evaluation, share_corpora=False),
         *(partial(_needs, trial) for trial in designs.values()),
     )
@@ -301,8 +297,8 @@ def describe(settings: SweepSettings) -> Iterator[str]:
         largest = f", of {max(zip(memory, designs, strict=True))[1][0]}" if len(designs) > 1 else ""
         yield f"memory: about {gib(max(memory))} {memory_of(settings.train)} at the peak of a step{largest}"
         yield require_space_of_workers(step, seeds * sum(disk), step.root / "trials")
-    yield from describe_tasks(found)
-    yield "{:,} queries and {:,} passages per trial".format(*found.size)
+    yield from describe_tasks(evaluation_inputs)
+    yield "{:,} queries and {:,} passages per trial".format(*evaluation_inputs.size)
 
 
 def _needs(trial: Trial) -> tuple[int, float, float]:

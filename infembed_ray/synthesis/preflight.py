@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from infembed_ray.config.analysis import AgreementSettings
 from infembed_ray.config.base import nearest
 from infembed_ray.config.llm import ChatModel, Endpoint, Limits
 from infembed_ray.config.synthesis import Canary, Selection, SynthesizeSettings
@@ -216,7 +215,7 @@ def _check_distractors(job: Job) -> None:
         )
 
 
-def endpoints(settings: SynthesizeSettings | AgreementSettings) -> dict[str, Endpoint]:
+def endpoints(settings: SynthesizeSettings) -> dict[str, Endpoint]:
     """Return name of the setting -> endpoint."""
     others = {f"more_endpoints.{number}": each for number, each in enumerate(settings.more_endpoints)}
     return {"endpoint": settings.endpoint, **others}

@@ -4,33 +4,45 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infembed_ray.analysis.contamination import Match, contamination, ngrams, read
+from infembed_ray.analysis import contamination as module
+from infembed_ray.analysis.contamination import EvaluationTexts, contamination, read
 from infembed_ray.errors import InputError
+from tests.analysis.samples import record
 
 words = st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=9).map(" ".join)
 
 
-def test_equal_texts_and_shared_ngrams_are_found_in_any_case_and_punctuation():
-    ours = {
-        "query": ["How tall is it?", "how wide is it"],
-        "passage": ["He said: the cat sat on the mat, then left.", "nothing of the kind stands anywhere here"],
-    }
+def test_equal_texts_and_shared_ngrams_are_found_in_any_case_and_punctuation(monkeypatch):
+    monkeypatch.setattr(module, "NGRAM", 5)
     theirs = ["HOW TALL -- is it", "Once the cat sat on the mat\nand slept", "the cat"]
-    query, passage = contamination("bench", theirs, ours, 5)
-    assert (query.texts, query.compared, query.equal, query.overlapping) == (2, 3, 1, 0)
-    assert query.examples == [Match("How tall is it?", "how tall is it")]
-    assert (passage.equal, passage.overlapping) == (0, 1)
-    assert passage.examples == [Match(ours["passage"][0], "the cat sat on the")]
+    rows = [
+        record("a", query_positive="How tall is it?"),
+        record("b", hard_negative_document_2="He said: the cat sat on the mat, then left."),
+        record("c", document_positive="the cat", query_negative="how tall is it"),
+    ]
+    found, matching = contamination("bench", EvaluationTexts.of(theirs), rows)
+    assert [(c.kind, c.texts, c.compared, c.matching) for c in found] == [
+        ("instruction", 6, 3, 0),
+        ("query", 6, 3, 2),
+        ("passage", 9, 3, 2),
+    ]
+    assert found[1].examples == ["how tall is it"]
+    assert matching == {0: "how tall is it", 1: "the cat sat on the", 2: "how tall is it"}
 
 
 @given(st.lists(words, max_size=6), st.lists(words, max_size=6), st.integers(2, 4))
 def test_it_finds_what_a_comparison_of_all_pairs_finds(ours, theirs, length):
-    (found,) = contamination("bench", theirs, {"query": ours}, length)
-    equal = [o for o in ours if o and o in theirs]
-    overlapping = [
-        o for o in ours if o not in equal and any(f" {gram} " in f" {t} " for gram in ngrams(o, length) for t in theirs)
-    ]
-    assert (found.equal, found.overlapping, found.compared) == (len(equal), len(overlapping), len(theirs))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "NGRAM", length)
+        evaluation = EvaluationTexts.of(iter(theirs))
+        assert evaluation.texts == len(theirs)
+        for text in ours:
+            every = text.split()
+            grams = [" ".join(every[at : at + length]) for at in range(len(every) - length + 1)]
+            expected = next((gram for gram in grams if any(f" {gram} " in f" {t} " for t in theirs)), None)
+            if every and len(every) < length and text in theirs:
+                expected = text
+            assert evaluation.shared(text) == expected
 
 
 def test_all_strings_of_an_evaluation_set_except_ids_are_read(tmp_path):

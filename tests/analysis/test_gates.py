@@ -5,7 +5,7 @@ import json
 import pytest
 
 from infembed_ray.analysis import gates
-from infembed_ray.analysis.report import run
+from infembed_ray.analysis.analyze import run
 from infembed_ray.config.analysis import AnalyzeGates, AnalyzeSettings
 from infembed_ray.errors import GateError
 from tests.analysis.samples import publish, record
@@ -17,7 +17,8 @@ REPORT = {
         {"scenario": "negative_query", "judged": 5, "right": 5},
     ],
     "duplicates": [{"kind": "passage", "distinct": 20, "near": 1}],
-    "contaminations": [{"evaluation": "trec", "kind": "query", "texts": 10, "equal": 1, "overlapping": 1}],
+    "contaminations": [{"evaluation": "trec", "kind": "query", "texts": 10, "matching": 2}],
+    "agreement": {"llm_raters": [{"rater": "new", "kappa": {"value": 0.6}}]},
 }
 
 
@@ -25,10 +26,10 @@ REPORT = {
     ("setting", "kept", "broken", "line"),
     [
         ("min_kept", 0.4, 0.41, "the share of seeds kept is 0.4, must be at least 0.41"),
-        ("min_records", 4, 5, "the number of records is 4, must be at least 5"),
         ("min_judged_right", 0.75, 0.8, "the judge's share of right answers, positive, is 0.75, must be at least 0.8"),
         ("max_near_duplicates", 0.05, 0.04, "the share of nearly equal passage texts is 0.05, must be at most 0.04"),
         ("max_contaminated", 0.2, 0.1, "the share of query texts in trec is 0.2, must be at most 0.1"),
+        ("min_kappa", 0.6, 0.61, "the mean kappa of new is 0.6, must be at least 0.61"),
     ],
 )
 def test_a_broken_limit_names_the_setting_the_figure_and_its_value(setting, kept, broken, line):
@@ -37,13 +38,14 @@ def test_a_broken_limit_names_the_setting_the_figure_and_its_value(setting, kept
 
 
 def test_a_limit_of_an_unknown_figure_is_broken():
-    unknown = REPORT | {"funnel": {"seeds": None, "kept": 4}, "verdicts": [], "contaminations": []}
-    limits = AnalyzeGates(min_kept=0.1, min_judged_right=0.1, max_contaminated=0.5)
+    unknown = REPORT | {"funnel": {"seeds": None, "kept": 4}, "verdicts": [], "contaminations": [], "agreement": None}
+    limits = AnalyzeGates(min_kept=0.1, min_judged_right=0.1, max_contaminated=0.5, min_kappa=0.1)
     found = list(gates.failures(limits, unknown))
     assert [line.partition("=")[0] for line in found] == [
         "gates.min_kept",
         "gates.min_judged_right",
         "gates.max_contaminated",
+        "gates.min_kappa",
     ]
     assert all("is unknown" in line for line in found)
 

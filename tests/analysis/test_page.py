@@ -1,13 +1,18 @@
+import json
 import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from infembed_ray.analysis.agreement import agreements
-from infembed_ray.analysis.contamination import contamination
+from infembed_ray.analysis import rows as shown
+from infembed_ray.analysis.agreement import study
+from infembed_ray.analysis.clean import Removal
+from infembed_ray.analysis.contamination import EvaluationTexts, contamination
 from infembed_ray.analysis.inputs import read
-from infembed_ray.analysis.page import LONGEST_LIST, render, summarise
+from infembed_ray.analysis.page import LONGEST_LIST, render
+from infembed_ray.analysis.rows import shown_rows
+from infembed_ray.analysis.summary import summarise
 from infembed_ray.analysis.texts import TextSet, compare, from_records
 from infembed_ray.storage.steps import resolve
 from tests.analysis.samples import ROWS, Rows, kept, publish
@@ -15,7 +20,8 @@ from tests.support.pages import Page
 
 
 def page(tmp_path, rows=ROWS, **changes):
-    html = render(summarise(read(resolve(publish(tmp_path / "out", rows, **changes)), "records")), "the <source>")
+    found = read(resolve(publish(tmp_path / "out", rows, **changes)), "records")
+    html = render(summarise(found), shown_rows(found, {}), "the <source>")
     return html, Page(html)
 
 
@@ -55,7 +61,7 @@ def test_complements_are_shown_if_there_are_any(tmp_path):
 def test_a_long_list_is_cut_and_the_rest_counted(tmp_path):
     rows = [kept(f"r{n}", topic=f"topic-{n:02}") for n in range(LONGEST_LIST + 7)]
     text = page(tmp_path, Rows(rows, [], []))[1].text
-    assert text.count("topic-") == LONGEST_LIST
+    assert text.partition("Rows")[0].count("topic-") == LONGEST_LIST
     assert "and 7 more" in text
 
 
@@ -66,22 +72,24 @@ def test_the_page_has_comparisons_and_one_dot_per_text(tmp_path):
         TextSet("<theirs>", {"instruction": ["for cooks", "for bakers", "for all"]}),
     ]
     vectors = np.random.default_rng(0)
-    diversities, coverages = compare(sets, 10, 0, lambda texts: vectors.normal(size=(len(texts), 4)))
-    answers = {
+    diversities, coverages = compare(sets, 10, lambda texts: vectors.normal(size=(len(texts), 4)))
+    references = {
         "ann": dict(zip("abcd", "1201", strict=True)),
         "ben": dict(zip("abcd", "1202", strict=True)),
-        "zoe": {"a": "1"},
     }
-    summary = summarise(
-        found,
-        diversities,
-        coverages,
-        agreements(answers, 100, 0),
-        contamination("bench", ["Query of a"], sets[0].texts, 13),
-    )
-    html = render(summary, "source")
+    agreement = study(references, {"new": {"a": "1"}}, {"new": "<a model>"})
+    contaminations, _ = contamination("bench", EvaluationTexts.of(["Query of a"]), found.kept)
+    summary = summarise(found, 0.7, diversities, coverages, contaminations, agreement, {"near-duplicate": 1})
+    html = render(summary, [], "source")
     text = Page(html).text
-    for expected in ("<theirs>", "ann – ben 4 75.0 0.636", "bench 1 query 6 1 0 16.67 query of a", "nothing"):
+    for expected in (
+        "<theirs>",
+        "ann – ben 4 75.0 0.636",
+        "new <a model> 1",
+        "bench 1 query 6 1 16.67 query of a",
+        "nothing",
+        "near-duplicate 1",
+    ):
         assert expected in text
     dots = re.findall(r'class="dots" [^>]*d="([^"]*)"', html)
     assert [path.count("h0") for path in dots] == [3, 3, 6, 9]
@@ -114,7 +122,7 @@ def test_topics_and_sources_are_those_of_the_kept_records(tmp_path):
 
 def test_the_page_shows_what_a_cheap_judge_settled_and_its_audit(tmp_path):
     found = read(resolve(publish(tmp_path / "out")), "records")
-    assert "Cheap judge" not in Page(render(summarise(found), "x")).text
+    assert "Cheap judge" not in Page(render(summarise(found), [], "x")).text
     facts = {
         "settled": {"kept": 90, "rejected": 0},
         "in_doubt": {"kept": 7, "rejected": 3},
@@ -123,7 +131,7 @@ def test_the_page_shows_what_a_cheap_judge_settled_and_its_audit(tmp_path):
         "wrongly_kept": [0.15, 0.05, 0.36],
         "wrongly_rejected": None,
     }
-    text = Page(render(summarise(replace(found, manifest={**found.manifest, "cheap_judge": facts})), "x")).text
+    text = Page(render(summarise(replace(found, manifest={**found.manifest, "cheap_judge": facts})), [], "x")).text
     for expected in ("settled 90 0", "in doubt 7 3", "20 of the settled ones", "agreement 85.0 64.0 to 94.8"):
         assert expected in text
     assert "wrongly rejected" not in text
@@ -133,3 +141,47 @@ def test_the_page_shows_the_texts_of_each_source_beside_the_papers(tmp_path):
     text = page(tmp_path)[1].text
     assert re.search(r"all 6 6 9 [\d. ]+ ", text)
     assert "the paper's set 77,500 77,500 116,200 35.6 8.1 55.2" in text
+
+
+def embedded(html):
+    """The rows of a page's script."""
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    return json.loads(text)
+
+
+def test_every_row_can_be_browsed_with_its_end_texts_and_verdicts(tmp_path):
+    rows = replace(ROWS, complements=({"id": "a", "instruction_complement": "the other way", "fault": None},))
+    html, _ = page(tmp_path, rows)
+    found = {row["id"]: row for row in embedded(html)}
+    assert {row: found[row]["kind"] for row in "abcdefg"} == {
+        **dict.fromkeys("abc", "kept"),
+        **dict.fromkeys("def", "rejected"),
+        "g": "dead letter",
+    }
+    assert (found["d"]["step"], found["d"]["reason"]) == ("judge_positive", "the judge picked none")
+    assert found["d"]["picks"] == {"negative_query": "negative_query", "positive": "none"}
+    assert (found["g"]["step"], found["g"]["reason"]) == ("instruction_positive", "refused: <b>no</b>")
+    assert found["a"]["texts"]["Query"] == "query of a"
+    assert found["a"]["texts"]["Complement instruction"] == "the other way"
+    assert (found["a"]["source"], found["a"]["topic"]) == ("sample", "tea")
+
+
+def test_markup_in_a_text_does_not_end_the_script(tmp_path):
+    text = "</script><script>window.hacked = 1</script><!--"
+    html, _ = page(tmp_path, Rows([kept("a", document_positive=text)], [], []))
+    assert "hacked = 1</script>" not in html
+    assert embedded(html)[0]["texts"]["Passage (positive)"] == text
+
+
+def test_a_large_set_is_sampled_by_kind_and_the_page_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(shown, "SHOWN", 4)
+    rows = Rows([kept(f"r{n}") for n in range(30)], ROWS.rejected, ROWS.dead_letter)
+    found = read(resolve(publish(tmp_path / "out", rows)), "records")
+    removed = {n: Removal("near-duplicate", "r0") for n in range(20, 30)}
+    chosen = shown_rows(found, removed)
+    assert [sum(row.kind == kind for row in chosen) for kind in ("kept", "removed", "rejected", "dead letter")] == [
+        4, 4, 3, 1
+    ]  # fmt: skip
+    assert {row.detail for row in chosen if row.kind == "removed"} == {"r0"}
+    assert chosen == shown_rows(found, removed)
+    assert "At most 500 rows of each kind are in this file" in page(tmp_path / "page")[1].text

@@ -18,7 +18,7 @@ MISSING = {
     "analyze records=/nope output=o": "records=/nope: no such file",
     f"analyze records={__file__} compare.theirs=nope output=o": "compare.theirs=nope: no such file",
     "train records=nope model=org/model output=o": "records=nope: no such file",
-    f"agreement sheet={__file__} answers=[/nope] raters.a.model=m output=o": "answers=/nope: no such file",
+    f"analyze records={__file__} agreement.files=[/nope] output=o": "agreement.files=/nope: no such file",
     f"train records={__file__} model=./nope output=o": "model=./nope: no such file",
     f"train records={__file__} model=org/model validation.records=nope output=o": "validation.records=nope: no such file",
     f"evaluate records={__file__} models.a=org/model models.b=/nope output=o": "models.b=/nope: no such file",

@@ -16,7 +16,7 @@ def settings(**sections):
     ("sections", "fault"),
     [
         ({}, "no stage: give at least one of synthesize, "),
-        ({"train": TRAIN}, "train.records is missing: set it, or add the stage clean or synthesize"),
+        ({"train": TRAIN}, "train.records is missing: set it, or add the stage analyze or synthesize"),
         ({"index": {"corpus": "/c"}}, "index.model is missing: set it, or add the stage train"),
         ({"serve": {}}, "serve.index is missing: set it, or add the stage index"),
         ({"train": TRAIN | {"record": "/r"}}, "train.record: unknown key; did you mean records?"),
@@ -38,9 +38,10 @@ def test_a_fault_names_the_stage_and_the_remedy(sections, fault):
 
 
 def test_a_stage_takes_the_best_earlier_output_unless_its_own_settings_give_one():
-    both = settings(synthesize={"seeds": "/s"}, clean={}, train=TRAIN)
-    assert both.maker("train", "records") == "clean"
-    assert both.maker("clean", "records") == "synthesize"
+    both = settings(synthesize={"seeds": "/s"}, analyze={"clean": True}, train=TRAIN)
+    assert both.maker("train", "records") == "analyze"
+    assert both.maker("analyze", "records") == "synthesize"
+    assert settings(synthesize={"seeds": "/s"}, analyze={}, train=TRAIN).maker("train", "records") == "synthesize"
     assert settings(synthesize={"seeds": "/s"}, train=TRAIN).maker("train", "records") == "synthesize"
     own = settings(synthesize={"seeds": "/s"}, train=TRAIN | {"records": "/mine"})
     assert own.maker("train", "records") is None

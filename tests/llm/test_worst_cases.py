@@ -73,7 +73,7 @@ def test_the_budget_holds_where_the_cap_is_ignored(
     assert 0.7 * budget_usd < spent <= budget_usd
     assert len(set(warnings)) == 1
     assert "model small: an answer has more tokens than its max_tokens" in warnings[0]
-    assert together >= 32  # more answers let more requests go
+    assert together >= 16  # more answers let more requests go
 
 
 def test_an_endpoint_that_stops_to_obey_exceeds_the_budget_only_by_what_was_in_flight(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from infembed_ray.config.mining import MineSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks.task import Query
-from infembed_ray.mining.miner import Miner, as_examples, known_positives, read
+from infembed_ray.mining.miner import Miner, bound, known_positives, read
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records.tuples import Example
 from infembed_ray.retrieval.index import Index
@@ -67,7 +67,7 @@ def by_brute_force(chosen, encoder, judge):
             for p in other.positives
         }
         lowest = min(judge(row, p) for p in row.positives)
-        limit = lowest - max(chosen.margin, (1 - chosen.max_share) * abs(lowest))
+        limit = lowest - (1 - chosen.max_share) * abs(lowest)
         found = []
         for n in dict.fromkeys(seen):
             if PASSAGES[n] in positives or PASSAGES[n] in row.negatives:
@@ -80,7 +80,15 @@ def by_brute_force(chosen, encoder, judge):
     return mined, left_out
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_share": 0.7}, {"max_share": 1.0, "margin": 0.2}, {"depth": 3}])
+@pytest.mark.parametrize(
+    ("positive", "max_share", "expected"),
+    [(0.8, 0.95, 0.76), (0.8, 1.0, 0.8), (-0.2, 0.9, -0.22)],  # never above the positive
+)
+def test_the_bound_is_that_of_the_paper(positive, max_share, expected):
+    assert bound(positive, max_share) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_share": 0.7}, {"max_share": 1.0}, {"depth": 3}])
 def test_the_encoder_of_the_index_mines_what_brute_force_does(encoder, index, changes):
     chosen = settings(index, **changes)
     made = Miner(chosen, index, None, "cpu").mine(ROWS, known_positives(lambda: ROWS))
@@ -144,4 +152,3 @@ def test_an_infir_record_is_three_tuples_with_the_others_as_negatives(tmp_path):
     assert (other.query, other.positives, other.negative_instruction) == (
         "other query 1", ("second negative 1",), "bad 1",
     )  # fmt: skip
-    assert list(as_examples(good)) == [good]

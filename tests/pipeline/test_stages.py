@@ -19,8 +19,7 @@ from tests.analysis.samples import publish
 ALL = {
     "output": "/out",
     "synthesize": {"seeds": "/seeds.jsonl"},
-    "clean": {},
-    "analyze": {},
+    "analyze": {"clean": True},
     "train": {"model": "/backbone"},
     "evaluate": {"records": "/heldout.jsonl"},
     "index": {"corpus": "/corpus.jsonl"},
@@ -32,9 +31,9 @@ def test_a_stage_gets_the_addresses_of_the_outputs_before_it():
     settings = PipelineSettings.from_mapping(ALL)
     made = {stage: f"/made/{stage}" for stage in settings.stages}
     sections = {stage: stages.section(settings, stage, made) for stage in settings.stages}
-    assert list(sections) == ["synthesize", "analyze", "clean", "train", "evaluate", "index", "serve"]
-    assert sections["analyze"].records == sections["clean"].records == "/made/synthesize"
-    assert sections["train"].records == "/made/clean"
+    assert list(sections) == ["synthesize", "analyze", "train", "evaluate", "index", "serve"]
+    assert sections["analyze"].records == "/made/synthesize"
+    assert sections["train"].records == "/made/analyze"
     assert sections["evaluate"].models == {"base": "/backbone", "trained": "/made/train"}
     assert sections["evaluate"].gate == "trained"
     assert sections["index"].model == "/made/train"
@@ -44,7 +43,7 @@ def test_a_stage_gets_the_addresses_of_the_outputs_before_it():
 
 def test_without_an_output_the_folder_of_its_stage_stands_for_the_newest():
     settings = PipelineSettings.from_mapping(ALL | {"index": {"corpus": "/c", "output": "milvus+http://host:1/a"}})
-    assert stages.section(settings, "train", {}).records == "/out/clean"
+    assert stages.section(settings, "train", {}).records == "/out/analyze"
     assert stages.section(settings, "serve", {}).index == "milvus+http://host:1/a"
 
 
@@ -70,6 +69,7 @@ def test_a_gate_stops_the_pipeline_and_a_lower_limit_goes_on_from_there(tmp_path
     release = read_manifest(resolve(tmp_path / "out" / "release"), "output")
     assert list(release["stages"]) == ["analyze"]
     report = release["stages"]["analyze"]
+    assert report["report_only"]
     assert read_manifest(resolve(tmp_path / "out" / "analyze"), "output")["identity"] == report["identity"]
     assert report["address"].endswith(report["identity"])
     stages.run(settings(0.4))

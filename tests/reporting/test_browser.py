@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from infembed_ray.analysis import page as analysis_page
-from infembed_ray.analysis.agreement import agreements
-from infembed_ray.analysis.contamination import contamination
+from infembed_ray.analysis.agreement import study
+from infembed_ray.analysis.contamination import EvaluationTexts, contamination
 from infembed_ray.analysis.inputs import read
-from infembed_ray.analysis.page import summarise
+from infembed_ray.analysis.rows import shown_rows
+from infembed_ray.analysis.summary import summarise
 from infembed_ray.analysis.texts import TextSet, compare, from_records
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.evaluation.paper.collection import collect
@@ -58,12 +59,11 @@ def analysis(root):
         kind: [f"a text of theirs, number {n}" for n in range(40)] for kind in ("instruction", "query", "passage")
     }
     sets = [from_records("ours", found.kept), TextSet("another data set", theirs)]
-    diversities, coverages = compare(sets, 40, 0, lambda texts: random.normal(size=(len(texts), 4)))
+    diversities, coverages = compare(sets, 40, lambda texts: random.normal(size=(len(texts), 4)))
     answers = {name: {f"{n}": str(random.integers(3)) for n in range(30)} for name in ("annotator one", "judge")}
-    leaks = contamination("an evaluation set", ["Query of a"], sets[0].texts, 13)
-    return analysis_page.render(
-        summarise(found, diversities, coverages, agreements(answers, 100, 0), leaks), "runs/quickstart/records"
-    )
+    leaks, _ = contamination("an evaluation set", EvaluationTexts.of(["Query of a"]), found.kept)
+    summary = summarise(found, 0.7, diversities, coverages, leaks, study(answers, {}, {}), {"near-duplicate": 1})
+    return analysis_page.render(summary, shown_rows(found, {}), "runs/quickstart/records")
 
 
 def training(root):
@@ -148,14 +148,21 @@ def test_axe_finds_no_fault(reports, browser, width, scheme):
     assert found == []
 
 
-def test_a_click_shows_the_full_text_in_place_of_its_beginning(reports, browser):
+def test_rows_can_be_filtered_and_searched(reports, browser):
     page = browser.new_page()
     page.goto(reports["analysis"].as_uri())
-    text, more = page.get_by_text("the end of the text"), page.get_by_text("full text", exact=True).first
-    assert not text.is_visible()
-    more.click()
-    assert text.is_visible()
-    assert not page.locator(".excerpt[open] summary span").first.is_visible()
+    rows = page.locator("#rows article")
+    assert rows.count() == 7
+    page.locator("#by-kind").select_option("rejected")
+    assert rows.count() == 3
+    page.locator("#by-reason").select_option("the judge picked none")
+    assert rows.count() == 2
+    page.locator("#words").fill("query OF")
+    assert rows.count() == 2
+    assert "judge_positive" in rows.first.inner_text()
+    page.locator("#words").fill("nowhere")
+    assert rows.count() == 0
+    assert page.locator("#found").inner_text() == "No row matches."
     page.close()
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from infembed_ray.analysis import report
+from infembed_ray.analysis import analyze
 from infembed_ray.cli.main import main
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.config.evaluation import ReportSettings
@@ -212,7 +212,7 @@ def test_a_finished_run_has_nothing_to_do(shown, tmp_path: Path) -> None:
     status, out, _ = shown("analyze", *given)
     assert status == 0
     assert "records: 3 kept" in out
-    published = report.run(AnalyzeSettings.load(None, given))
+    published = analyze.run(AnalyzeSettings.load(None, given))
     (tmp_path / "out" / "latest").write_text("another\n")
     status, out, _ = shown("analyze", *given)
     assert f"output {published.path}: finished on" in out
@@ -347,19 +347,20 @@ def test_a_check_of_a_config_prints_the_config(capsys: pytest.CaptureFixture[str
     assert "records: /nope\n" in capsys.readouterr().out
 
 
-def test_the_check_of_an_agreement_counts_items_and_calls(shown, tmp_path: Path) -> None:
+def test_the_check_of_an_analysis_counts_raters_and_calls(shown, tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "records.jsonl", (vars(record(n)) for n in range(3)))
     item = {"instruction": "i", "query": "q", "passages": {"1": "p"}, "ann": 1}
     sheet = write_jsonl(tmp_path / "sheet.jsonl", [{"item_id": f"i{n}", **item} for n in range(3)])
-    given = [f"sheet={sheet}", f"output={tmp_path}/a/out", "raters={a: {model: m}, b: {model: n}}"]
-    status, out, err = shown("agreement", *given)
+    raters = "agreement.raters={a: {model: m}, b: {model: n}}"
+    given = [f"records={rows}", f"agreement.files=[{sheet}]", f"output={tmp_path}/a/out", raters]
+    status, out, err = shown("analyze", *given)
     assert (status, err) == (0, [])
-    assert "items: 3, answered by 1 reference rater" in out
+    assert "agreement: 1 reference rater" in out
     assert "calls: 6 at most" in out
-    status, _, err = shown("agreement", *given, "limits.budget_usd=1", "endpoint.base_url=host")
+    status, _, err = shown("analyze", *given, "agreement.limits.budget_usd=1", "agreement.endpoint.base_url=host")
     assert status == 2
-    assert [line.split()[2].split("=")[0] for line in err] == [
-        "endpoint.base_url", "limits.budget_usd", "limits.budget_usd", "limits.budget_usd", "limits.budget_usd",
-    ]  # fmt: skip
+    assert "agreement.endpoint.base_url=host" in err[0]
+    assert all("limits.budget_usd" in line for line in err[1:])
 
 
 def test_the_check_of_a_mix_says_what_each_source_has(shown, training, backbone, tmp_path: Path) -> None:
@@ -379,14 +380,3 @@ def test_the_check_of_a_mix_says_what_each_source_has(shown, training, backbone,
     assert shown("train", *given, "sources.other.path=/nope")[2][0].endswith(
         "sources.other.path=/nope: no such file or directory"
     )
-
-
-def test_the_check_of_a_cleaning_counts_what_would_be_read(shown, tmp_path: Path) -> None:
-    rows = write_jsonl(tmp_path / "records.jsonl", (vars(record(n)) for n in range(3)))
-    dev = write_jsonl(tmp_path / "dev.jsonl", [{"id": "1", "text": "one", "title": "two"}])
-    given = [f"records={rows}", f"output={tmp_path}/out"]
-    status, out, err = shown("clean", *given, f"evaluations.dev={dev}")
-    assert (status, err) == (0, [])
-    assert f"records: 3 records of {rows}" in out
-    assert f"evaluations.dev: 2 texts of {dev}" in out
-    assert shown("clean", *given, "evaluations.dev=/nope")[0] == 2

@@ -36,17 +36,9 @@ def values(tmp_path_factory):
 
 
 def test_every_row_has_a_trial_per_seed_and_the_base_row_one(values):
-    made = trials(
-        SweepSettings.from_mapping(
-            values | {"grid": {"pooling": ["last", "mean"]}, "variants": {"short": {"epochs": 1}}}
-        )
-    )
-    assert len(made) == 2 * (1 + (2 * 2 + 1) * 3)
-    assert [t.row for t in made[:15:3]] == [
-        BASE,
-        *["uni{P}, pooling=last", "uni{P}, pooling=mean"],
-        *[made[9].row, made[12].row],
-    ]
+    made = trials(SweepSettings.from_mapping(values | {"variants": {"short": {"epochs": 1}}}))
+    assert len(made) == 2 * (1 + (2 + 1) * 3)
+    assert [made[n].row for n in (0, 1, 4, 7)] == [BASE, "uni{P}", "multi{P,I}", "short"]
     assert made[0].train is None
     short = next(t for t in made if t.row == "short" and t.seed == 2 and t.model == "two")
     assert (short.train.epochs, short.train.seed, short.train.learning_rate) == (1, 2, 1e-4)
@@ -161,8 +153,8 @@ def test_input_of_every_row_is_part_of_the_identity(values, monkeypatch):
         ({"models": {"x": "/no/model"}}, "models.x=/no/model: no such model directory"),
         ({"objectives": ["uni{Z}"]}, r"objective='uni\{Z\}': no such objective"),
         ({"objectives": ["uni{P}", "uni{P}"]}, r"objectives: uni\{P\} is listed twice"),
-        ({"grid": {"pooling": ["median"]}}, r"row uni\{P\}, pooling=median: pooling='median'"),
-        ({"grid": {"poolin": ["mean"]}}, "poolin: is not a field of a training: did you mean pooling"),
+        ({"variants": {"v": {"pooling": "median"}}}, r"row v: pooling='median'"),
+        ({"variants": {"v": {"poolin": "mean"}}}, "poolin: is not a field of a training: did you mean pooling"),
         ({"variants": {"v": {"seed": 1}}}, "seed: is set by the sweep and cannot differ by row"),
         ({"variants": {"base": {"epochs": 1}}}, "variants.base: another row has this label"),
         ({"variants": {"v": {"zero_stage": 0, "precision": "bf16"}}}, "row v: precision=bf16: zero_stage=0"),
@@ -178,7 +170,7 @@ def test_input_of_every_row_is_part_of_the_identity(values, monkeypatch):
             {"variants": {"v": {"validation": {"records": "/no/file"}}}},
             "row v: validation.records=/no/file: no such file",
         ),
-        ({"grid": {"teacher": ["/no/model"]}}, "teacher=/no/model: no such model directory"),
+        ({"variants": {"v": {"teacher": "/no/model"}}}, "teacher=/no/model: no such model directory"),
         ({"train": {"record": "x"}}, "train.record: unknown key; did you mean records"),
     ],
 )

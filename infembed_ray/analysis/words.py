@@ -1,4 +1,4 @@
-"""Hashed word n-grams of texts, their MinHash signatures and their Jaccard similarity.
+"""Words of texts, and hashes of their n-grams.
 
 An n-gram's hash is a sum of its words' hashes, each times an odd constant of its place, modulo 2^64: numpy makes all n-grams of
 a text at once.
@@ -9,14 +9,11 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from hashlib import blake2b
 
 import numpy as np
 
-BANDS, ROWS = 32, 4
-"""Two texts of similarity s share one of BANDS bands of ROWS minimal hashes with probability 1 - (1 - s^ROWS)^BANDS: 0.9998 at
-0.7, 0.05 at 0.2."""
 _WORDS = 1 << 17
 """Words whose hashes are remembered."""
 _MARKS = "".join(mark for mark in map(chr, range(0x10000)) if unicodedata.category(mark)[0] == "M")
@@ -45,22 +42,7 @@ def hashes(words: Sequence[str], length: int) -> np.ndarray:
     return total
 
 
-def signatures(shingles: Sequence[np.ndarray]) -> np.ndarray:
-    """Return (texts, BANDS * ROWS) minimal uint32 hashes, by multiply-shift hashing; every text has a shingle."""
-    if not shingles:
-        return np.empty((0, BANDS * ROWS), dtype=np.uint32)
-    every = np.concatenate(shingles)
-    starts = np.cumsum([0, *map(len, shingles[:-1])])
-    columns = [np.minimum.reduceat((every * factor) >> np.uint64(32), starts) for factor in odd(0, BANDS * ROWS)]
-    return np.stack(columns, axis=1).astype(np.uint32)
-
-
-def jaccard(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the Jaccard similarity of two arrays of distinct hashes."""
-    shared = len(np.intersect1d(one, other, assume_unique=True))
-    return shared / (len(one) + len(other) - shared)
-
-
+@cache
 def odd(seed: int, number: int) -> np.ndarray:
     """Return fixed random odd factors."""
     drawn = np.random.default_rng(seed).integers(0, 2**63, size=number, dtype=np.uint64)

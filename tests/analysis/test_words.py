@@ -1,9 +1,8 @@
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infembed_ray.analysis.shingles import BANDS, ROWS, hashes, jaccard, normalised, signatures
+from infembed_ray.analysis.words import hashes, normalised
 
 words = st.lists(st.sampled_from("abcdef"), max_size=12)
 
@@ -18,21 +17,6 @@ def test_hashes_are_equal_exactly_where_the_words_are(one, other, length):
     for number, run in zip(hashes(other, length).tolist(), runs(other), strict=True):
         assert known.get(number, run) == run
         assert (number in known) == (run in runs(one))
-
-
-@given(st.sets(st.integers(0, 30), min_size=1), st.sets(st.integers(0, 30), min_size=1))
-def test_similarity_is_that_of_sets(one, other):
-    arrays = [np.array(sorted(each), dtype=np.uint64) for each in (one, other)]
-    assert jaccard(*arrays) == len(one & other) / len(one | other)
-
-
-def test_the_share_of_equal_minimal_hashes_estimates_the_similarity():
-    rng = np.random.default_rng(1)
-    every = rng.integers(0, 2**63, size=(40, 1500), dtype=np.uint64)  # 500 shared, 500 of each
-    pairs = [signatures([row[:1000], row[500:]]) for row in every]
-    shares = [np.mean(one == other) for one, other in pairs]
-    error = np.sqrt(1 / 3 * 2 / 3 / (BANDS * ROWS * len(pairs)))
-    assert abs(np.mean(shares) - 1 / 3) < 3 * error
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,19 @@ from infembed_ray.errors import InputError
 from infembed_ray.storage.steps import resolve
 from infembed_ray.synthesis import distributed
 from infembed_ray.synthesis.distributed import run
+from tests.support.files import write_jsonl
 from tests.support.stand_in_llm import stand_in, stand_in_process
 from tests.support.waiting import wait_until
-from tests.synthesis.runs import REPOSITORY, rows_of, settings
+from tests.synthesis.runs import REPOSITORY, ROWS, rows_of, settings
 
 pytestmark = pytest.mark.ray
 
 SEEDS = 60
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("seeds") / "seeds.jsonl", ROWS)
 
 
 @pytest.fixture(autouse=True)

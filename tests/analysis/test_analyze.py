@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from infembed_ray.analysis.report import run
-from infembed_ray.config.analysis import AnalyzeSettings
+from infembed_ray.analysis.analyze import run
+from infembed_ray.config.analysis import AgreementSettings, AnalyzeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from tests.analysis.samples import publish, record
@@ -80,17 +80,18 @@ def test_a_report_with_other_sets_has_all_comparisons(tmp_path, capsys):
         output=str(tmp_path / "report"),
         compare={
             "other": str(
-                write_jsonl(tmp_path / "other.jsonl", [{"text": f"only for {who}"} for who in ("cooks", "all")])
+                write_jsonl(tmp_path / "other.jsonl", [{"instruction": f"only for {who}"} for who in ("cooks", "all")])
             )
         },
-        compare_columns={"instruction": "text"},
-        agreement=(
-            str(
-                write_jsonl(
-                    tmp_path / "answers.jsonl", [{"item_id": n, "ann": n % 2, "ben": n // 2} for n in (1, 2, 3)]
-                )
-            ),
-        ),
+        agreement={
+            "files": (
+                str(
+                    write_jsonl(
+                        tmp_path / "answers.jsonl", [{"item_id": n, "ann": n % 2, "ben": n // 2} for n in (1, 2, 3)]
+                    )
+                ),
+            )
+        },
         evaluations={"bench": str(write_jsonl(tmp_path / "bench.jsonl", [{"q": "QUERY of a!"}]))},
         annotate=2,
     )
@@ -103,8 +104,8 @@ def test_a_report_with_other_sets_has_all_comparisons(tmp_path, capsys):
         ("passage", "records", 9),
     ]
     assert report["coverages"] == []
-    assert [(a["one"], a["other"], a["items"]) for a in report["agreements"]] == [("ann", "ben", 3)]
-    assert {c["kind"]: c["equal"] for c in report["contaminations"]} == {"instruction": 0, "query": 1, "passage": 0}
+    assert [(a["one"], a["other"], a["items"]) for a in report["agreement"]["pairs"]] == [("ann", "ben", 3)]
+    assert {c["kind"]: c["matching"] for c in report["contaminations"]} == {"instruction": 0, "query": 1, "passage": 0}
     for name in ("annotate.jsonl", "annotate_key.jsonl"):
         assert len((published.path / name).read_text().splitlines()) == 2
     assert "1  of 6 query texts match bench, in whole or in part" in capsys.readouterr().out
@@ -118,7 +119,6 @@ def test_an_encoder_adds_similarity_and_coverage(tmp_path, minilm, shared_data):
         output=str(tmp_path / "report"),
         compare={"kept": str(mini / "dev.jsonl")},
         encoder=minilm,
-        sample=8,
     )
     report = json.loads((run(wanted).path / "report.json").read_text())
     assert all(-1 <= d["aps"] <= 1 for d in report["diversities"])
@@ -139,10 +139,10 @@ def test_a_set_that_cannot_be_read_is_refused_before_anything_is_published(tmp_p
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"compare": {"records": "x"}}, r"compare.records: is also the label of the records"),
+        ({"compare": {"records": "x"}}, r"compare.records: is the label of the records"),
         ({"compare": {"b": "nowhere"}}, r"compare.b=nowhere: no such file"),
         ({"evaluations": {"e": "nowhere"}}, r"evaluations.e=nowhere: no such file"),
-        ({"agreement": ("nowhere",)}, r"agreement=nowhere: no such file"),
+        ({"agreement": AgreementSettings(files=("nowhere",))}, r"agreement.files.0=nowhere: no such file"),
         ({"encoder": "/nowhere"}, r"encoder=/nowhere"),
     ],
 )
@@ -167,7 +167,7 @@ def test_inputs_in_an_object_store_are_analysed_in_place_like_local_ones(tmp_pat
             records=f"{place}/synthesis",
             output=str(tmp_path / "reports"),
             compare={"other": f"{place}/other.jsonl"},
-            agreement=(f"{place}/answers.jsonl",),
+            agreement={"files": (f"{place}/answers.jsonl",)},
             evaluations={"bench": f"{place}/bench"},
             annotate=2,
         )

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from sklearn.metrics import cohen_kappa_score
 
-from infembed_ray.agreement.raters import run
-from infembed_ray.cli.main import main
-from infembed_ray.config.analysis import AgreementSettings
-from infembed_ray.errors import InputError
-from tests.agreement.stub import Row, expected_kappa, stub
+from infembed_ray.analysis.analyze import run
+from infembed_ray.config.analysis import AnalyzeSettings
+from infembed_ray.errors import GateError, InputError
+from tests.analysis.samples import record
 from tests.conftest import SHARED
 from tests.support.files import write_jsonl
+from tests.support.rater_stub import Row, expected_kappa, stub
 
 pytestmark = pytest.mark.integration
 
@@ -41,12 +41,24 @@ def made_rows(items: int) -> list[dict[str, Any]]:
     ]
 
 
-def settings(tmp_path: Path, url: str, sheet: Path, raters: list[str], **more: Any) -> AgreementSettings:
+def records(tmp_path: Path) -> str:
+    """Records to analyze beside the study."""
+    return str(write_jsonl(tmp_path / "records.jsonl", [vars(record(name)) for name in "ab"]))
+
+
+def settings(tmp_path: Path, url: str, files: list[Path], raters: list[str], **more: Any) -> AnalyzeSettings:
     given = {label: {"model": label, "max_tokens": 100, "temperature": 0} for label in raters}
     endpoint = {"base_url": url, "api_key_env": None}
-    return AgreementSettings.from_mapping(
-        {"sheet": str(sheet), "output": str(tmp_path / "out"), "raters": given, "endpoint": endpoint, **more}
+    study = {"files": list(map(str, files)), "raters": given, "endpoint": endpoint, **more}
+    return AnalyzeSettings.from_mapping(
+        {"records": records(tmp_path), "output": str(tmp_path / "out"), "agreement": study}
     )
+
+
+def study_of(published: Any) -> dict[str, Any]:
+    """The agreement of a published report."""
+    report: dict[str, Any] = json.loads((published.path / "report.json").read_text())["agreement"]
+    return report
 
 
 def check_kappas(tmp_path: Path, sheet: Path, rows: list[Row], reference: str) -> dict[str, Any]:
@@ -54,10 +66,10 @@ def check_kappas(tmp_path: Path, sheet: Path, rows: list[Row], reference: str) -
     errors = {"perfect": 0.0, "good": 0.1, "poor": 0.5}
     truth = {row["item_id"]: str(row[reference]) for row in rows}
     with stub(rows, truth, errors) as (url, _):
-        published = run(settings(tmp_path, url, sheet, list(errors)))
-    report: dict[str, Any] = json.loads((published.path / "report.json").read_text())
+        published = run(settings(tmp_path, url, [sheet], list(errors)))
+    report = study_of(published)
     given = [json.loads(line) for line in (published.path / "answers.jsonl").read_text().splitlines()]
-    pairs = {(pair["one"], pair["other"]): pair["kappa"] for pair in report["pairs"]}
+    pairs = {(pair["one"], pair["other"]): pair["kappa"]["value"] for pair in report["pairs"]}
     answers = [truth[row["item_id"]] for row in given]
     for model, error in errors.items():
         kappa = pairs[reference, model]
@@ -65,7 +77,7 @@ def check_kappas(tmp_path: Path, sheet: Path, rows: list[Row], reference: str) -
         sampling_error = math.sqrt(error * (1 - error) / len(rows)) / 0.8
         assert abs(kappa - expected_kappa(answers, error, CHOICES)) <= 3 * sampling_error + 1e-9
         assert kappa == pytest.approx(cohen_kappa_score(answers, [row[model] for row in given]))
-    assert [bar["rater"] for bar in report["bars"]] == ["perfect", "good", "poor"]
+    assert [rater["rater"] for rater in report["llm_raters"]] == ["perfect", "good", "poor"]
     return report
 
 
@@ -73,16 +85,16 @@ def check_kappas(tmp_path: Path, sheet: Path, rows: list[Row], reference: str) -
 def test_raters_of_known_error_rates_get_the_kappa_that_arithmetic_predicts(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in SHEET.read_text().splitlines()]
     report = check_kappas(tmp_path, SHEET, rows, "rater_a")
-    assert report["among_references"]["kappa"] == pytest.approx(0.959, abs=5e-4)
-    perfect = report["bars"][0]["kappa"]
-    assert perfect["kappa"] == pytest.approx((1 + report["among_references"]["kappa"]) / 2)  # 1 with a, as a with b
+    assert report["among_references"]["value"] == pytest.approx(0.959, abs=5e-4)
+    perfect = report["llm_raters"][0]["kappa"]
+    assert perfect["value"] == pytest.approx((1 + report["among_references"]["value"]) / 2)  # 1 with a, as a with b
 
 
 def test_one_annotator_is_enough(tmp_path: Path) -> None:
     rows = made_rows(200)
     report = check_kappas(tmp_path, write_jsonl(tmp_path / "sheet.jsonl", rows), rows, "ann")
     assert report["references"] == ["ann"]
-    assert report["among_references"]["kappa"] is None
+    assert report["among_references"]["value"] is None
 
 
 def test_figure_4_is_printed_and_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,53 +103,53 @@ def test_figure_4_is_printed_and_published(tmp_path: Path, capsys: pytest.Captur
     one = write_jsonl(tmp_path / "one.jsonl", [{"item_id": row["item_id"], "ann": row["ann"]} for row in rows])
     truth = {row["item_id"]: row["ann"] for row in rows}
     with stub(rows, truth, {"judge": 0.2, "broken": 0.0}) as (url, asked):
-        wanted = settings(tmp_path, url, sheet, ["judge", "broken"], answers=[str(one)], max_dead_letters=1)
+        wanted = settings(tmp_path, url, [one, sheet], ["judge", "broken"], max_dead_letters=1)
         published = run(wanted)
         first = len(asked)
         assert run(wanted).fresh is False
         assert len(asked) == first
-    assert published.manifest["counts"] == {"items": 40, "unanswered": 40}
     printed = capsys.readouterr().out
-    assert "agreement: 40 items, 2 LLM raters with 1 reference rater" in printed
-    assert "mean Cohen's kappa of judge (judge) with 1 reference rater" in printed
-    assert (
-        "undefined  mean Cohen's kappa of broken (broken) with 1 reference rater; 40 items without an answer" in printed
-    )
-    table = (published.path / "table.csv").read_text().splitlines()
-    assert [line.split(",")[0] for line in table] == ["rater", "judge", "broken", "among reference raters"]
-    page = (published.path / "report.html").read_text()
-    assert page.startswith("<!doctype html>")
-    assert "<svg" in page
+    assert "mean Cohen's kappa of judge (judge), 40 of 40 items" in printed
+    assert "undefined  mean Cohen's kappa of broken (broken), 0 of 40 items" in printed
+    assert [rater["answered"] for rater in study_of(published)["llm_raters"]] == [40, 0]
+    assert "LLM raters with the reference raters" in (published.path / "report.html").read_text()
 
 
-def test_a_rater_below_the_floor_is_refused_after_its_report_and_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_raters_without_answers_fail_and_publish_nothing(tmp_path: Path) -> None:
+    rows = made_rows(10)
+    sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
+    with (
+        stub(rows, {row["item_id"]: row["ann"] for row in rows}, {"broken": 0.0}) as (url, _),
+        pytest.raises(
+            InputError, match=r"max_dead_letters=0.1: .* broken 10 of 10 \(100.0%\), so nothing is published"
+        ),
+    ):
+        run(settings(tmp_path, url, [sheet], ["broken"]))
+
+
+def test_a_rater_below_the_floor_fails_the_gate_after_its_report_and_again(tmp_path: Path) -> None:
     rows = made_rows(60)
     sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
     truth = {row["item_id"]: row["ann"] for row in rows}
     with stub(rows, truth, {"old": 0.05, "new": 0.6}) as (url, asked):
-        command = [
-            "agreement",
-            f"sheet={sheet}",
-            f"output={tmp_path}/out",
-            "raters={old: {model: old}, new: {model: new}}",
-            f"endpoint={{base_url: '{url}', api_key_env: null}}",
-        ]
-        assert main([*command, "min_kappa=0.7"]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(
-            "infembed agreement: min_kappa=0.7: mean kappa with the reference raters is lower (new 0."
-        )
+        wanted = settings(tmp_path, url, [sheet], ["old", "new"])
+
+        def gated(floor: float) -> None:
+            run(wanted.model_copy(update={"gates": wanted.gates.model_copy(update={"min_kappa": floor})}))
+
+        with pytest.raises(
+            GateError, match=r"gates.min_kappa=0.7: the mean kappa of new is 0.\d+, must be at least 0.7"
+        ):
+            gated(0.7)
         calls = len(asked)
-        assert main([*command, "min_kappa=0.7"]) == 2
-        assert main([*command, "min_kappa=0.1"]) == 0
-        (manifest,) = (tmp_path / "out").glob("*/manifest.json")
-        lowest = json.loads(manifest.read_text())["kappa"]["new"]
-        assert main([*command, f"min_kappa={lowest + 1e-15!r}"]) == 0  # equal but for the last bit
-        assert main([*command, f"min_kappa={lowest + 1e-6!r}"]) == 2
+        with pytest.raises(GateError):
+            gated(0.7)
+        gated(0.1)
+        lowest = study_of(run(wanted))["llm_raters"][1]["kappa"]["value"]
+        gated(lowest + 1e-15)  # equal but for the last bit
+        with pytest.raises(GateError):
+            gated(lowest + 1e-6)
         assert len(asked) == calls
-    assert next((tmp_path / "out").glob("*/report.html")).is_file()
 
 
 def test_an_interrupted_run_pays_for_no_answer_twice_and_keeps_its_budget(tmp_path: Path) -> None:
@@ -146,13 +158,13 @@ def test_an_interrupted_run_pays_for_no_answer_twice_and_keeps_its_budget(tmp_pa
     truth = {row["item_id"]: row["ann"] for row in rows}
     table = tmp_path / "prices.yaml"
     table.write_text("as_of: 2026-01-01\nmodels:\n  old: [100, 1000]\n")
-    bounded = {"prices": str(table), "in_flight": 1}
+    prices = str(table)
     with stub(rows, truth, {"old": 0.0}) as (url, asked):
         with pytest.raises(InputError, match=r"budget_usd.*nothing is published"):
-            run(settings(tmp_path, url, sheet, ["old"], limits={"budget_usd": 0.7}, **bounded))
+            run(settings(tmp_path, url, [sheet], ["old"], limits={"budget_usd": 0.7, "in_flight": 1}, prices=prices))
         paid = len(asked)
         assert 0 < 0.02 * paid <= 0.7
-        run(settings(tmp_path, url, sheet, ["old"], limits={"budget_usd": 7}, **bounded))
+        run(settings(tmp_path, url, [sheet], ["old"], limits={"budget_usd": 7}, prices=prices))
         assert len(asked) == len(rows)
 
 
@@ -165,9 +177,9 @@ def test_a_killed_run_pays_for_no_answer_twice_and_gives_back_what_it_did_not_se
     # An answer costs 0.02 USD, and 0.3 USD in the worst case.
     bounded: dict[str, Any] = {"prices": str(table), "limits": {"budget_usd": 4, "in_flight": 2}}
     with stub(rows, truth, {"old": 0.0}, pause_s=0.1) as (url, asked):
-        wanted = settings(tmp_path, url, sheet, ["old"], **bounded)
+        wanted = settings(tmp_path, url, [sheet], ["old"], **bounded)
         config = write_jsonl(tmp_path / "config.yaml", [wanted.model_dump(mode="json")])
-        run_killed = subprocess.Popen([sys.executable, "-m", "infembed_ray.cli", "agreement", "--config", str(config)])
+        run_killed = subprocess.Popen([sys.executable, "-m", "infembed_ray.cli", "analyze", "--config", str(config)])
         try:
             deadline = time.monotonic() + 120
             while len(asked) < 10:
@@ -178,7 +190,7 @@ def test_a_killed_run_pays_for_no_answer_twice_and_gives_back_what_it_did_not_se
             run_killed.kill()
             run_killed.wait()
         published = run(wanted)
-        assert published.manifest["counts"] == {"items": 50, "unanswered": 0}
+        assert study_of(published)["llm_raters"][0]["answered"] == 50
         assert len(asked) <= 50 + 2  # those in flight at the kill
 
 
@@ -187,7 +199,7 @@ def test_the_limit_of_requests_in_flight_holds_for_all_raters_together(tmp_path:
     sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
     with stub(rows, {row["item_id"]: row["ann"] for row in rows}, {"a": 0, "b": 0}, pause_s=0.05) as (url, _):
         began = time.monotonic()
-        run(settings(tmp_path, url, sheet, ["a", "b"], limits={"in_flight": 2}))
+        run(settings(tmp_path, url, [sheet], ["a", "b"], limits={"in_flight": 2}))
     assert time.monotonic() - began >= 20 * 0.05 / 2
 
 
@@ -197,9 +209,9 @@ def test_a_parameter_that_a_rater_refuses_is_found_out_before_it_rates(tmp_path:
     sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
     truth = {row["item_id"]: row["ann"] for row in rows}
     with stub(rows, truth, {"a": 0}, refused) as (url, asked):
-        published = run(settings(tmp_path, url, sheet, ["a"]))
+        published = run(settings(tmp_path, url, [sheet], ["a"]))
         assert len(asked) == 8
-    assert published.manifest["kappa"] == {"a": 1.0}
+    assert study_of(published)["llm_raters"][0]["kappa"]["value"] == 1.0
 
 
 def test_ids_and_answers_may_be_numbers_with_gaps(tmp_path: Path) -> None:
@@ -208,10 +220,9 @@ def test_ids_and_answers_may_be_numbers_with_gaps(tmp_path: Path) -> None:
     sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
     truth = {row["item_id"]: str(row["ann"])[0] for row in rows} | {3: "0"}
     with stub(rows, truth, {"a": 0}) as (url, _):
-        published = run(settings(tmp_path, url, sheet, ["a"]))
-    assert published.manifest["kappa"] == {"a": 1.0}
-    report = json.loads((published.path / "report.json").read_text())
-    assert [pair["items"] for pair in report["pairs"]] == [19]
+        published = run(settings(tmp_path, url, [sheet], ["a"]))
+    assert study_of(published)["llm_raters"][0]["kappa"]["value"] == 1.0
+    assert [pair["items"] for pair in study_of(published)["pairs"]] == [19]
 
 
 @pytest.mark.parametrize(
@@ -219,9 +230,13 @@ def test_ids_and_answers_may_be_numbers_with_gaps(tmp_path: Path) -> None:
     [
         ({"query": None}, {}, "row 1: needs item_id, instruction, query and passages"),
         ({"passages": {"2": "a", "1": "b"}}, {}, "row 1: passages are 2, 1; number them 1, 2"),
-        ({}, {"raters": {"ann": {"model": "m"}}}, "raters.ann: is also the label of a reference rater"),
-        ({}, {"endpoint": {"base_url": "localhost"}}, "endpoint.base_url=localhost: no URL"),
-        ({}, {"limits": {"tokens_per_minute": 5}, "raters": {"new": {"model": "m"}}}, "raters.new.max_tokens=null"),
+        ({}, {"raters": {"ann": {"model": "m"}}}, "agreement.raters.ann: is also the label of a reference rater"),
+        ({}, {"endpoint": {"base_url": "localhost"}}, "agreement.endpoint.base_url=localhost: no URL"),
+        (
+            {},
+            {"limits": {"tokens_per_minute": 5}, "raters": {"new": {"model": "m"}}},
+            "agreement.raters.new.max_tokens=null",
+        ),
         ({"ann": None}, {}, "0 raters; agreement needs at least 1"),
         (
             {"ann": "6"},
@@ -230,20 +245,31 @@ def test_ids_and_answers_may_be_numbers_with_gaps(tmp_path: Path) -> None:
         ),
         ({"source": "web"}, {}, "column source, item i0: 'web' is no answer; .* drop the column"),
         ({"passages": {}}, {}, "row 1: passages are missing; number them 1, 2"),
-        ({}, {"endpoint": {"serve": {"model": "m"}}}, "endpoint.serve: only `infembed synthesize` starts a model"),
+        (
+            {},
+            {"endpoint": {"serve": {"model": "m"}}},
+            "agreement.endpoint.serve: only `infembed synthesize` starts a model",
+        ),
     ],
 )
 def test_bad_input_is_rejected_before_a_request(
     tmp_path: Path, change: dict[str, Any], more: dict[str, Any], message: str
 ) -> None:
     sheet = write_jsonl(tmp_path / "sheet.jsonl", [{**row, **change} for row in made_rows(1)])
-    given = {"raters": {"new": {"model": "m"}}, "sheet": str(sheet), "output": str(tmp_path / "out"), **more}
+    study = {"raters": {"new": {"model": "m"}}, "files": [str(sheet)], **more}
+    given = {"records": records(tmp_path), "output": str(tmp_path / "out"), "agreement": study}
     with pytest.raises(InputError, match=message):
-        run(AgreementSettings.from_mapping(given))
+        run(AnalyzeSettings.from_mapping(given))
+
+
+def test_raters_need_a_file_with_items(tmp_path: Path) -> None:
+    answers = write_jsonl(tmp_path / "ann.jsonl", [{"item_id": "i0", "ann": "1"}])
+    with pytest.raises(InputError, match=r"agreement.files: no file has a column `passages`"):
+        run(settings(tmp_path, "http://127.0.0.1:1/v1", [answers], ["m"]))
 
 
 def test_answers_to_items_that_the_sheet_lacks_are_rejected(tmp_path: Path) -> None:
     sheet = write_jsonl(tmp_path / "sheet.jsonl", made_rows(2))
     other = write_jsonl(tmp_path / "ben.jsonl", [{"item_id": "i9", "ben": "1"}])
-    with pytest.raises(InputError, match=r"answers: ben answers i9, which is not in sheet="):
-        run(settings(tmp_path, "http://127.0.0.1:1/v1", sheet, ["m"], answers=[str(other)]))
+    with pytest.raises(InputError, match=r"agreement.files: ben answers i9, which is no item of the sheet"):
+        run(settings(tmp_path, "http://127.0.0.1:1/v1", [sheet, other], ["m"]))

@@ -1,0 +1,270 @@
+"""`infembed analyze`: the quality report of InF-IR records, and on request the records that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from infembed_ray.analysis import agreement, clean, contamination, gates, inputs, page, texts
+from infembed_ray.analysis.agreement import AgreementStudy, Answers
+from infembed_ray.analysis.contamination import EvaluationTexts
+from infembed_ray.analysis.inputs import RecordSet
+from infembed_ray.analysis.rows import shown_rows
+from infembed_ray.analysis.summary import QualityReport, as_text, summarise
+from infembed_ray.analysis.texts import TextSet
+from infembed_ray.config.analysis import AnalyzeSettings
+from infembed_ray.errors import InputError, check_all
+from infembed_ray.progress import counted, say, track
+from infembed_ray.records.tables import write_lines
+from infembed_ray.storage import durable
+from infembed_ray.storage.dry_run import state
+from infembed_ray.storage.places import Place, place_of, read_binary
+from infembed_ray.storage.steps import Published, Step, find_input
+
+if TYPE_CHECKING:
+    from infembed_ray.analysis.raters import Rating
+
+REPORT_FILE = "report.json"
+PAGE_FILE = "report.html"
+SHEET_FILE = "annotate.jsonl"
+KEY_FILE = "annotate_key.jsonl"
+ANSWERS_FILE = "answers.jsonl"
+"""The LLM raters' answers, in the format of `agreement.files`."""
+LABEL = "records"
+"""Label of the records in comparisons."""
+BATCH_TOKENS = 4096
+"""Tokens per encoding batch, with padding."""
+EMBEDDED_AT_ONCE = 1024
+"""Texts per report of progress."""
+
+
+@dataclass(frozen=True)
+class AnalysisInputs:
+    """All that an analysis reads.
+
+    Attributes:
+        compared: sets to compare the records with.
+        evaluations: label -> evaluation set.
+        references: answers of the reference raters.
+        rating: what LLM raters are asked; None without them.
+    """
+
+    records: RecordSet
+    compared: list[TextSet]
+    evaluations: dict[str, EvaluationTexts]
+    references: Answers
+    rating: Rating | None
+
+
+def run(settings: AnalyzeSettings) -> Published:
+    """Analyse records, alone or with other sets; publish `report.json` and `report.html`.
+
+    With `clean`, also publish the records that stay, `records.parquet`, and `removed.parquet`. With `annotate`, also publish
+    `annotate.jsonl`, items for annotators, and `annotate_key.jsonl`. With LLM raters, also publish `answers.jsonl`.
+
+    Raises:
+        InputError: an input or the encoder cannot be read, no record would be left, LLM raters cannot be asked, or the output
+            cannot be written.
+        GateError: the records do not keep the limits of `gates`; the report is published.
+    """
+    files, step = prepare(settings)
+    done = step.finished() or _publish(settings, files, step)
+    gates.require(settings.gates, read_binary(place_of(done.address) / REPORT_FILE).decode("utf-8"))
+    return done
+
+
+def _publish(settings: AnalyzeSettings, files: Mapping[str, Place], step: Step) -> Published:
+    given = read(settings, files)
+    records = given.records
+    encoder = _encoder(settings)
+    with step.publish() as staging:
+        study = _agreement(given, settings, staging.path)
+        contaminations, contaminated = [], {}
+        for label, evaluation in given.evaluations.items():
+            matches, contaminated[label] = contamination.contamination(label, evaluation, records.kept)
+            contaminations += matches
+        sets = [texts.from_records(LABEL, records.kept), *given.compared]
+        diversities, coverages = _compared(sets, encoder)
+        removed = clean.removals(records.kept, contaminated, settings.near_duplicates) if settings.clean else {}
+        if settings.clean and len(removed) == len(records.kept):
+            raise InputError(
+                f"clean: no record of records={settings.records} would be left; check evaluations and near_duplicates"
+            )
+        reasons = clean.write(staging.path, files["records"], removed) if settings.clean else None
+        report = summarise(
+            records, settings.near_duplicates, diversities, coverages, contaminations, study, removed=reasons
+        )
+        durable.replace_json(staging.path / REPORT_FILE, _plain(report))
+        html = page.render(report, shown_rows(records, removed), settings.records, settings.near_duplicates)
+        (staging.path / PAGE_FILE).write_text(html, encoding="utf-8")
+        if settings.annotate:
+            items, key = agreement.sheet(records.kept, settings.annotate)
+            write_lines(staging.path / SHEET_FILE, items)
+            write_lines(staging.path / KEY_FILE, key)
+        staging.counts = {name: getattr(report.funnel, name) for name in ("kept", "rejected", "dead_letter")}
+        if reasons is not None:
+            staging.counts["kept"] -= len(removed)
+            staging.counts |= reasons
+    say(as_text(report))
+    return step.published()
+
+
+def _agreement(given: AnalysisInputs, settings: AnalyzeSettings, directory: Any) -> AgreementStudy | None:
+    """Compare the raters, LLM raters included, if there are any."""
+    if not given.references:
+        return None
+    rated: dict[str, dict[str, str]] = {}
+    if given.rating is not None:
+        from infembed_ray.analysis import raters
+
+        rated = raters.ask(given.rating, settings)
+        answers = [{"item_id": i.id, **{name: rated[name].get(i.id) for name in rated}} for i in given.rating.items]
+        write_lines(directory / ANSWERS_FILE, answers)
+    models = {name: model.model for name, model in settings.agreement.raters.items()}
+    return agreement.study(given.references, rated, models)
+
+
+def prepare(settings: AnalyzeSettings) -> tuple[dict[str, Place], Step]:
+    """Locate the files that the settings name, and identify the run.
+
+    Returns:
+        Name of the setting -> file; and the step.
+
+    Raises:
+        InputError: an input does not exist, a set has the label of the records, or the output cannot be written.
+    """
+    paths_by_setting = {f"compare.{label}": file for label, file in settings.compare.items()}
+    paths_by_setting |= {f"evaluations.{label}": file for label, file in settings.evaluations.items()}
+    paths_by_setting |= {f"agreement.files.{number}": file for number, file in enumerate(settings.agreement.files)}
+    paths_by_setting["records"] = settings.records
+    if settings.agreement.prices is not None:
+        paths_by_setting["agreement.prices"] = settings.agreement.prices
+    _, (encoder_paths, encoder_names), *paths = check_all(
+        lambda: _check_labels(settings),
+        lambda: _encoder_identity(settings),
+        *(partial(find_input, file, setting) for setting, file in paths_by_setting.items()),
+    )
+    files = dict(zip(paths_by_setting, paths, strict=True))
+    prompts: dict[str, Place] = {}
+    if settings.agreement.raters:
+        from infembed_ray.synthesis import templates
+
+        prompts["prompts"] = templates.DIRECTORY
+    return files, Step("analyze", settings, settings.output, {**files, **encoder_paths, **prompts}, encoder_names)
+
+
+def read(settings: AnalyzeSettings, files: Mapping[str, Place]) -> AnalysisInputs:
+    """Read all inputs, and check what can be checked before a request to an LLM.
+
+    Raises:
+        InputError: an input cannot be read or has other columns, or LLM raters cannot be asked.
+    """
+
+    def of_section(prefix: str) -> dict[str, Place]:
+        return {name.removeprefix(prefix): file for name, file in files.items() if name.startswith(prefix)}
+
+    compared, evaluations, answers = (
+        of_section("compare."),
+        of_section("evaluations."),
+        list(of_section("agreement.files.").values()),
+    )
+    tasks: list[Callable[[], Any]] = [
+        lambda: inputs.read(files["records"], "records"),
+        lambda: _rated(settings, answers),
+        *(partial(texts.read, label, file, f"compare.{label}") for label, file in compared.items()),
+        *(partial(_evaluation, file, f"evaluations.{label}") for label, file in evaluations.items()),
+    ]
+    records, (references, rating), *sets = check_all(*tasks)
+    return AnalysisInputs(
+        records,
+        sets[: len(compared)],
+        dict(zip(evaluations, sets[len(compared) :], strict=True)),
+        references,
+        rating,
+    )
+
+
+def _rated(settings: AnalyzeSettings, files: Sequence[Place]) -> tuple[Answers, Rating | None]:
+    """Read the reference answers, and prepare the LLM raters."""
+    if not files and not settings.agreement.raters:
+        return {}, None
+    references = agreement.read(files, "agreement.files", least=1 if settings.agreement.raters else 2)
+    if not settings.agreement.raters:
+        return references, None
+    from infembed_ray.analysis import raters  # imports the LLM client
+
+    return references, raters.prepare(settings, files, references)
+
+
+def _evaluation(file: Place, name: str) -> EvaluationTexts:
+    return EvaluationTexts.of(contamination.read(file, name))
+
+
+def _check_labels(settings: AnalyzeSettings) -> None:
+    if LABEL in settings.compare:
+        raise InputError(f"compare.{LABEL}: is the label of the records; choose another label")
+
+
+def _encoder_identity(settings: AnalyzeSettings) -> tuple[dict[str, Place], dict[str, str]]:
+    if settings.encoder is None:
+        return {}, {}
+    from infembed_ray.modeling.checkpoint import locate
+
+    checkpoint = locate(settings.encoder, "encoder")
+    return checkpoint.inputs, checkpoint.names
+
+
+def _encoder(settings: AnalyzeSettings) -> Any:
+    if settings.encoder is None:
+        return None
+    from infembed_ray.modeling.encoder import InstructionEncoder  # imports torch
+
+    return InstructionEncoder.from_pretrained(settings.encoder)
+
+
+def _compared(sets: Sequence[TextSet], encoder: Any) -> tuple[list[texts.Diversity], list[texts.Coverage]]:
+    if encoder is None:
+        return texts.compare(sets, texts.SAMPLE, None)
+    with track("analyze", None) as advance:
+
+        def embed(sample: Sequence[str]) -> np.ndarray:
+            parts = []
+            for start in range(0, len(sample), EMBEDDED_AT_ONCE):
+                parts.append(encoder.encode_passages(sample[start : start + EMBEDDED_AT_ONCE], BATCH_TOKENS))
+                advance(len(parts[-1]), "texts embedded")
+            return np.concatenate(parts)
+
+        return texts.compare(sets, texts.SAMPLE, embed)
+
+
+def _plain(report: QualityReport) -> dict[str, Any]:
+    """Return the report without the points of the plots, which only the page has."""
+    plain = asdict(report)
+    for covered in (each for coverage in plain["coverages"] for each in coverage["sets"]):
+        del covered["points"]
+    return plain
+
+
+def describe(settings: AnalyzeSettings) -> Iterator[str]:
+    """Yield what a run would do, line by line; InputError as `prepare`."""
+    files, step = prepare(settings)
+    if (yield from state(step)):
+        return
+    given = read(settings, files)
+    records = given.records
+    yield f"records: {len(records.kept):,} kept, {len(records.rejected):,} rejected, {len(records.dead_letter):,} dead letters"
+    if given.compared or given.evaluations:
+        others, evaluations = (
+            counted(len(given.compared), "other set"),
+            counted(len(given.evaluations), "evaluation set"),
+        )
+        yield f"compared with {others} and {evaluations}"
+    if given.references:
+        yield f"agreement: {counted(len(given.references), 'reference rater')}"
+    if given.rating is not None:
+        calls = len(given.rating.items) * len(settings.agreement.raters)
+        yield f"calls: {calls:,} at most, if no answer is malformed or journaled"

@@ -1,0 +1,226 @@
+"""LLM raters answer the items of an agreement study, as the judge of a synthesis would.
+
+A study has hundreds of items, so one process asks all raters. The prompt is the judge's, and answers go through the journal,
+the limits and the budget of the LLM client, as in a synthesis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from infembed_ray.analysis.agreement import Answers, cell
+from infembed_ray.config.analysis import AnalyzeSettings
+from infembed_ray.config.llm import ChatModel, Endpoint
+from infembed_ray.config.synthesis import SynthesizeSettings
+from infembed_ray.errors import InputError, check_all
+from infembed_ray.llm import budget, dialects, prices
+from infembed_ray.llm.chat import Complete, Dialect, RowFailure, RunFailure
+from infembed_ray.llm.client import ChatClient, run_in_thread
+from infembed_ray.llm.journal_store import JournalPlace, open_journal
+from infembed_ray.llm.prices import PriceTable
+from infembed_ray.llm.rate_limits import Grant, LeaseReport
+from infembed_ray.progress import Advance, say, track
+from infembed_ray.records import tables
+from infembed_ray.storage.places import Place
+from infembed_ray.storage.steps import open_place
+from infembed_ray.synthesis import preflight, templates
+from infembed_ray.synthesis.judge import NONE, Lineup
+from infembed_ray.synthesis.pipeline import rate
+
+NOTHING_FITS = "0"
+"""Answer of a rater who finds no right passage."""
+IN_FLIGHT = 64
+"""Requests in flight, unless `limits.in_flight` is lower."""
+JOURNAL = "journal"
+"""Folder of the answers in the output."""
+PRINTED = 5
+"""Printed reasons of missing answers."""
+
+
+@dataclass(frozen=True)
+class AgreementItem:
+    """An item of the sheet, and its passages in order."""
+
+    id: str
+    instruction: str
+    query: str
+    passages: tuple[str, ...]
+
+    @property
+    def shown(self) -> Lineup:
+        """The passages as the judge's candidates, named by their numbers."""
+        return Lineup(tuple(str(number) for number in range(1, len(self.passages) + 1)), self.passages)
+
+
+@dataclass(frozen=True)
+class Rating:
+    """What LLM raters are asked, and by which means."""
+
+    items: list[AgreementItem]
+    table: PriceTable
+    journal: JournalPlace
+    endpoints: Mapping[str, Endpoint]
+
+
+def prepare(settings: AnalyzeSettings, files: Sequence[Place], references: Answers) -> Rating:
+    """Read the items, and check what can be checked before a request.
+
+    Args:
+        files: of `agreement.files`; one of them has the items.
+        references: answers in these files.
+
+    Raises:
+        InputError: no file has items, a rater has the label of another one, an endpoint has no URL, or a limit cannot be kept.
+    """
+    wanted = settings.agreement
+    endpoints, table = {"agreement.endpoint": wanted.endpoint}, prices.load(wanted.prices)
+    models = {f"agreement.raters.{label}": model for label, model in wanted.raters.items()}
+    items, *_ = check_all(
+        lambda: _items(files),
+        lambda: preflight.check_urls(endpoints),
+        lambda: _check_not_served(endpoints),
+        lambda: preflight.check_limits(wanted.limits, models, table),
+    )
+    for label in wanted.raters:
+        if label in references:
+            raise InputError(f"agreement.raters.{label}: is also the label of a reference rater; choose another label")
+    _check_answers(references, items)
+    return Rating(items, table, open_place(settings.output, "output") / JOURNAL, endpoints)
+
+
+def ask(rating: Rating, settings: AnalyzeSettings) -> dict[str, dict[str, str]]:
+    """Ask all raters; return rater -> item_id -> answer. An interrupted run resumes from its journal.
+
+    Raises:
+        InputError: endpoints that refuse or do not answer, a used-up budget, or a rater with too many items without an answer.
+    """
+    try:
+        rated, reasons = run_in_thread(_ask_all(rating, settings))
+    except RunFailure as failure:
+        raise InputError(f"{failure}; nothing is published; the same command resumes") from failure
+    for reason, times in reasons.most_common(PRINTED):
+        say(f"agreement: {times} without an answer: {reason}")
+    _require_answers(len(rating.items), rated, reasons, settings.agreement.max_dead_letters)
+    return rated
+
+
+def _require_answers(items: int, rated: Answers, reasons: Counter[str], most: float) -> None:
+    """Refuse raters that answered too few items for a kappa."""
+    silent = {rater: items - len(answers) for rater, answers in rated.items() if (items - len(answers)) / items > most}
+    if silent:
+        raters = ", ".join(f"{rater} {missing} of {items} ({missing / items:.1%})" for rater, missing in silent.items())
+        causes = "; ".join(f"{times} x {reason}" for reason, times in reasons.most_common(PRINTED))
+        raise InputError(
+            f"agreement.max_dead_letters={most:g}: too many items without an answer of {raters}, so nothing is published: "
+            f"{causes}. Mend the cause and run the same command, which asks again only what was not answered, or raise the limit"
+        )
+
+
+def _check_not_served(endpoints: Mapping[str, Endpoint]) -> None:
+    for name, endpoint in endpoints.items():
+        if endpoint.serve is not None:
+            raise InputError(
+                f"{name}.serve: only `infembed synthesize` starts a model; start a server and give its {name}.base_url"
+            )
+
+
+def _items(files: Sequence[Place]) -> list[AgreementItem]:
+    """Read the items of the first file that has some."""
+    for file in files:
+        rows = list(tables.raw_rows(file, "agreement.files"))
+        if any("passages" in row for row in rows):
+            return [_item(row, f"agreement.files={file}: row {number}") for number, row in enumerate(rows, start=1)]
+    raise InputError(
+        "agreement.files: no file has a column `passages`, which LLM raters choose from; make one with annotate=100"
+    )
+
+
+def _item(row: Mapping[str, Any], where: str) -> AgreementItem:
+    passages, name = row.get("passages"), cell(row.get("item_id"))
+    instruction, query = row.get("instruction"), row.get("query")
+    texts = [name, instruction, query]
+    if not isinstance(passages, Mapping) or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise InputError(f"{where}: needs item_id, instruction, query and passages (number -> text)")
+    shown = {place: text for place, text in passages.items() if text is not None}
+    if not shown or list(shown) != [str(place) for place in range(1, len(shown) + 1)]:
+        raise InputError(f"{where}: passages are {', '.join(shown) or 'missing'}; number them 1, 2, ...")
+    return AgreementItem(str(name), str(instruction), str(query), tuple(map(str, shown.values())))
+
+
+def _check_answers(references: Answers, items: Sequence[AgreementItem]) -> None:
+    """Require that reference raters answer the items, with numbers of their passages."""
+    passages = {item.id: len(item.passages) for item in items}
+    for rater, answers in references.items():
+        for item, answer in answers.items():
+            if item not in passages:
+                raise InputError(f"agreement.files: {rater} answers {item}, which is no item of the sheet; drop it")
+            if answer not in map(str, range(passages[item] + 1)):
+                raise InputError(
+                    f"agreement.files: column {rater}, item {item}: {answer[:40]!r} is no answer; give the number of a passage, 1 "
+                    f"to {passages[item]}, or 0 for none; drop the column if it is no rater's"
+                )
+
+
+async def _ask_all(rating: Rating, settings: AnalyzeSettings) -> tuple[dict[str, dict[str, str]], Counter[str]]:
+    """Return rater -> item_id -> answer, and how often which reason left an item without one.
+
+    Raises:
+        RunFailure: nothing more can be asked. Answers in flight are still journaled.
+    """
+    limits, raters = settings.agreement.limits, settings.agreement.raters
+    journal = open_journal(rating.journal)
+    slots = min(limits.in_flight or IN_FLIGHT, IN_FLIGHT)
+    spent = 0.0 if limits.budget_usd is None else budget.resume(rating.journal, rating.table)
+    ledger = budget.DurableLedger(limits, spent, rating.journal)
+
+    async def exchange(report: LeaseReport) -> Grant:
+        return ledger.exchange(report)
+
+    async def learn() -> Sequence[Mapping[str, Dialect]]:
+        probes = {f"agreement.raters.{rater}": templates.probe(model) for rater, model in raters.items()}
+        learned = await dialects.learn(rating.endpoints, probes, rating.table)
+        ledger.charge(learned.used, learned.report)
+        return learned.dialects
+
+    limiter = budget.rate_limiter(limits, slots, exchange, rating.journal)
+    client = ChatClient(list(rating.endpoints.values()), journal, limiter, rating.table, learn=learn)
+    asked = [(rater, item) for rater in raters for item in rating.items]
+    try:
+        with track("agreement", len(asked)) as advance:
+            jobs = (_ask(item, raters[rater], settings, client.complete, advance) for rater, item in asked)
+            answers: Sequence[Any] = await asyncio.gather(*jobs, return_exceptions=True)
+    finally:
+        await client.close()
+        journal.close()
+        if limits.budget_usd is not None:
+            budget.note_unjournaled(rating.journal, rating.table, ledger.committed_usd)
+        for line in ledger.stats().warnings:
+            say(f"agreement: {line}")
+    rated: dict[str, dict[str, str]] = {rater: {} for rater in raters}
+    reasons: Counter[str] = Counter()
+    for (rater, item), answer in zip(asked, answers, strict=True):
+        if isinstance(answer, RowFailure):
+            reasons[f"{rater}: {answer}"] += 1
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            rated[rater][item.id] = answer
+    return rated, reasons
+
+
+async def _ask(
+    item: AgreementItem, model: ChatModel, settings: AnalyzeSettings, complete: Complete, advance: Advance
+) -> str:
+    # A rater is what the judge of a synthesis would be.
+    judging = SynthesizeSettings(
+        seeds=settings.records, output=settings.output, judge=model, prices=settings.agreement.prices
+    )
+    try:
+        picked = await rate(item.id, item.instruction, item.query, item.shown, judging, complete)
+    finally:
+        advance()
+    return NOTHING_FITS if picked == NONE else picked

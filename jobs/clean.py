@@ -1,8 +1,0 @@
-"""Submit with: ray job submit --working-dir . -- python jobs/clean.py --config FILE key=value ..."""
-
-import sys
-
-from infembed_ray.cli.main import main
-
-if __name__ == "__main__":
-    sys.exit(main(["clean", *sys.argv[1:]]))

@@ -1,0 +1,124 @@
+import itertools
+import random
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infembed_ray.analysis.near_duplicates import BANDS, ROWS, duplicates, jaccard, near_duplicates, signatures
+from tests.analysis.samples import record
+
+WORDS = [f"w{n}" for n in range(2000)]
+THRESHOLD = 0.7
+
+
+def test_repeated_texts_are_counted_across_positive_and_negative_columns():
+    rows = [
+        record("a", query_positive="How tall is it?"),
+        record("b", query_negative="how  tall\nis it?"),
+        record("c", query_positive="HOW TALL IS IT?", document_positive="answer of a"),
+    ]
+    instructions, queries, passages = duplicates(rows, THRESHOLD)
+    assert (instructions.texts, instructions.distinct, instructions.repeated, instructions.examples) == (6, 6, 0, [])
+    assert (queries.texts, queries.distinct, queries.repeated) == (6, 4, 1)
+    assert queries.examples == [("how tall is it?", 3)]
+    assert (passages.texts, passages.distinct, passages.repeated) == (9, 8, 1)
+
+
+def test_the_most_frequent_texts_are_examples_and_then_the_most_similar():
+    rows = [record(f"{n}-{copy}", query_positive=f"query {n}") for n in range(9) for copy in range(n + 1)]
+    queries = duplicates(rows, THRESHOLD)[1]
+    assert queries.repeated == 8  # the first occurs once
+    assert [times for _, times in queries.examples] == [9, 8, 7, 6, 5]
+    alike = duplicates([record("a", query_positive="how tall"), record("b", query_positive="How tall?")], THRESHOLD)[1]
+    assert (alike.near, alike.examples) == (1, [("how tall?", 1.0)])
+
+
+def trigrams(text):
+    words = text.lower().split()
+    return {tuple(words[i : i + 3]) for i in range(len(words) - 2)}
+
+
+def similarity(one, other):
+    a, b = trigrams(one), trigrams(other)
+    return len(a & b) / len(a | b)
+
+
+def some_texts(seed):
+    """Texts of 40 words; every third has up to 4 words of the one before it changed, and some are equal."""
+    rng = random.Random(seed)
+    texts = []
+    for number in range(240):
+        words = texts[-1].split() if number % 3 == 1 else rng.choices(WORDS, k=40)
+        for place in rng.sample(range(40), rng.randrange(5)):
+            words[place] = rng.choice(WORDS)
+        texts.append(" ".join(words))
+    return texts
+
+
+def test_it_finds_what_a_comparison_of_all_pairs_finds():
+    texts = some_texts(0)
+    expected, standing = {}, []
+    for row, text in enumerate(texts):
+        best = max(standing, key=lambda other: similarity(text, texts[other]), default=None)
+        if best is not None and similarity(text, texts[best]) >= THRESHOLD:
+            expected[row] = (best, similarity(text, texts[best]))
+        else:
+            standing.append(row)
+    assert {pair.row: (pair.like, pair.similarity) for pair in near_duplicates(texts, THRESHOLD)} == expected
+    assert 20 < len(expected) < 80
+    assert any(texts[row] == texts[like] for row, (like, _) in expected.items())
+
+
+def test_texts_of_different_words_are_no_near_duplicates():
+    rng = random.Random(1)
+    assert near_duplicates([" ".join(rng.choices(WORDS, k=30)) for _ in range(500)], THRESHOLD) == []
+
+
+def test_short_texts_are_near_duplicates_only_with_equal_words():
+    assert near_duplicates(["how tall", "how", "tall how", ""], THRESHOLD) == []
+    (pair,) = near_duplicates(["how tall", "how wide", "How tall?"], THRESHOLD)
+    assert (pair.row, pair.like, pair.similarity) == (2, 0, 1.0)
+
+
+def test_no_texts_have_no_duplicates():
+    assert near_duplicates([], THRESHOLD) == []
+
+
+def test_punctuation_and_case_do_not_hide_a_copy():
+    one = "Give me, please, a plain listing of the senses of this word; no exercises."
+    other = "give me please a plain listing of the senses of this word - no exercises"
+    for first, second in itertools.permutations((one, other)):
+        assert [(p.row, p.like) for p in near_duplicates([first, second], THRESHOLD)] == [(1, 0)]
+
+
+def test_texts_that_share_a_band_but_are_not_near_duplicates_cost_linear_time(monkeypatch):
+    """Texts that begin alike for a third of their words share bands, and none is a near-duplicate."""
+    compared = []
+    monkeypatch.setattr(
+        "infembed_ray.analysis.near_duplicates.jaccard", lambda one, other: compared.append(1) or jaccard(one, other)
+    )
+    monkeypatch.setattr("infembed_ray.analysis.near_duplicates.MOST_COMPARED", 1)
+    rng = random.Random(2)
+    texts = [" ".join([*WORDS[:60], *rng.choices(WORDS, k=60)]) for _ in range(600)]
+    counts = []
+    for size in (300, 600):
+        compared.clear()
+        assert near_duplicates(texts[:size], THRESHOLD) == []
+        counts.append(len(compared))
+    assert 0 < counts[1] < 2.5 * counts[0]
+
+
+@given(st.sets(st.integers(0, 30), min_size=1), st.sets(st.integers(0, 30), min_size=1))
+def test_similarity_is_that_of_sets(one, other):
+    arrays = [np.array(sorted(each), dtype=np.uint64) for each in (one, other)]
+    assert jaccard(*arrays) == len(one & other) / len(one | other)
+
+
+def test_the_share_of_equal_minimal_hashes_estimates_the_similarity():
+    rng = np.random.default_rng(1)
+    every = rng.integers(0, 2**63, size=(40, 1500), dtype=np.uint64)  # 500 shared, 500 of each
+    pairs = [signatures([row[:1000], row[500:]]) for row in every]
+    shares = [np.mean(one == other) for one, other in pairs]
+    error = np.sqrt(1 / 3 * 2 / 3 / (BANDS * ROWS * len(pairs)))
+    assert abs(np.mean(shares) - 1 / 3) < 3 * error
