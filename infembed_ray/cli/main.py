@@ -267,7 +267,7 @@ def _add_settings(verbs: Any, name: str, verb: Verb, words: str = "") -> argpars
     parser.set_defaults(run=_run_verb)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
     parser.add_argument("--print-config", action="store_true", help="print all settings as such a file, and stop")
-    if name in VERBS and not words:
+    if not words:
         parser.add_argument("--dry-run", action="store_true", help="check, print what a run would do, start nothing")
     if name == "synthesize":
         parser.add_argument(
