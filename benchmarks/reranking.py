@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from evaluation_table import cranfield
 
-from infembed_ray.config.evaluation import ClassifierSettings
+from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.evaluation.obedience import AS_GIVEN, Controls
 from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.search import exact_search
@@ -114,7 +114,7 @@ def main() -> None:
     encoder = InstructionEncoder.from_pretrained(material.minilm())
     scorers: dict[str, PairScorer] = {} if arguments.no_late else {"late": LateInteraction(encoder, CACHE_BYTES)}
     if arguments.cross_encoder:
-        settings = ClassifierSettings(
+        settings = RetrieverSettings(
             kind="classifier", model=str(arguments.cross_encoder), instructed_query="{instruction} {query}",
             plain_query="{query}", pair_length=256,
         )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from infembed_ray.errors import InputError
 from infembed_ray.records import tables
 from infembed_ray.records.tables import Record
+from infembed_ray.storage.releases import resolved
 from infembed_ray.storage.steps import Published, find_input
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def build_index(settings: IndexSettings | Mapping[str, Any] | None = None, /, **
 def _run(verb: str, settings: Settings | Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> Published:
     from infembed_ray.cli.main import VERBS
 
-    published: Published = VERBS[verb].run(_settings(verb, settings, keywords))
+    published: Published = VERBS[verb].run(resolved(_settings(verb, settings, keywords)))
     return published
 
 

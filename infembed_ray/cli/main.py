@@ -8,14 +8,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from infembed_ray import __version__, telemetry
 from infembed_ray.cli.tools import ACTIONS, TOOLS, Tool
 from infembed_ray.config.verbs import MAINTENANCE, PLANS, VERBS, Verb, load
-from infembed_ray.errors import KNOWN, Fault, InputError, check_all, explained, in_one_line
+from infembed_ray.errors import KNOWN, Fault, InputError, explained, in_one_line
 from infembed_ray.redaction import holds_credentials, masked, where_they_belong
 
 if TYPE_CHECKING:
@@ -29,11 +28,6 @@ GROUPS = {
     "operate": ("pipeline", "manifests", "plan", "runs", "journal", "doctor", "init", "quickstart"),
 }
 """Title in `infembed --help` -> verbs."""
-INPUTS = {"compare", "files", "corpus", "distractors", "evaluations", "index"}
-INPUTS |= {"path", "records", "replay", "results", "reworded", "runs", "seeds"}
-"""Settings that name files or directories."""
-MODELS = {"adapter", "encoder", "model", "models", "teacher"}
-"""Settings that name a model: a directory or any other name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,7 +108,7 @@ def _run_verb(options: argparse.Namespace) -> None:
         if getattr(options, "dry_run", False):
             return _dry_run(options, verb, settings)
         settings = load("storage.releases:resolved")(settings)
-        require_files(settings)
+        load("storage.steps:require_inputs")(settings)
     except InputError:
         if os.environ.get("RANK", "0") != "0":  # under torchrun, only the first process prints the error
             raise SystemExit(2) from None
@@ -127,39 +121,6 @@ def _run_verb(options: argparse.Namespace) -> None:
     if isinstance(result, Published):
         for line in result.summary.splitlines():
             say(f"{options.verb}: {line}")
-
-
-def require_files(settings: Settings, prefix: str = "") -> None:
-    """Check that the files and directories that settings name exist.
-
-    Every verb checks its inputs thoroughly. This check comes first, because the verbs import torch and Ray, which takes
-    seconds, and up to a minute on a busy machine.
-
-    Raises:
-        InputError: some files or directories do not exist.
-    """
-    check_all(*_file_checks(settings, prefix))
-
-
-def _file_checks(settings: Settings, prefix: str) -> Iterator[Callable[[], Any]]:
-    from infembed_ray.config.base import Settings
-    from infembed_ray.retrieval.stores.address import is_address
-    from infembed_ray.storage.object_store import is_uri
-    from infembed_ray.storage.steps import resolve_input
-
-    for field, value in settings:
-        named = [(field, value)]
-        if isinstance(value, dict):
-            named = [(f"{field}.{label}", item) for label, item in value.items()]
-        elif isinstance(value, tuple):
-            named = [(field, item) for item in value]
-        for name, item in named:
-            if isinstance(item, Settings):
-                yield from _file_checks(item, f"{prefix}{name}.")
-            elif not isinstance(item, str) or not item or is_uri(item) or is_address(item):
-                continue
-            elif field in INPUTS or (field in MODELS and item.startswith(("/", ".", "~"))):
-                yield partial(resolve_input, item, f"{prefix}{name}")
 
 
 def _dry_run(options: argparse.Namespace, verb: Verb, settings: Settings) -> None:
@@ -306,7 +267,7 @@ def _add_settings(verbs: Any, name: str, verb: Verb, words: str = "") -> argpars
     parser.set_defaults(run=_run_verb)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
     parser.add_argument("--print-config", action="store_true", help="print all settings as such a file, and stop")
-    if name in VERBS and not words:
+    if not words:
         parser.add_argument("--dry-run", action="store_true", help="check, print what a run would do, start nothing")
     if name == "synthesize":
         parser.add_argument(

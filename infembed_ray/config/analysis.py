@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from infembed_ray.config.base import Settings, runtime_field
+from infembed_ray.config.base import InputPath, ModelName, RecordsPath, Settings, runtime_field
 from infembed_ray.config.llm import ChatModel, Endpoint, Limits
 
 
@@ -32,7 +32,7 @@ class AnalyzeGates(Settings):
 class AgreementSettings(Settings):
     """An agreement study: annotators and LLM raters on the same items (paper, section 4.1 and Figure 4)."""
 
-    files: tuple[str, ...] = runtime_field(
+    files: tuple[InputPath, ...] = runtime_field(
         (),
         description="files of answers to the same items: item_id, and a column per annotator or judge; LLM raters need one "
         "with instruction, query and passages, as annotate=100 writes it",
@@ -56,15 +56,15 @@ class AgreementSettings(Settings):
 class AnalyzeSettings(Settings):
     """`infembed analyze`: records -> quality report, and on request the records that stay (paper, section 4.2)."""
 
-    records: str = runtime_field(description="a published synthesis output, or a file of InF-IR records")
+    records: RecordsPath = runtime_field(description="a published synthesis output, or a file of InF-IR records")
     output: str = runtime_field(description="directory or URI for the published report")
-    compare: dict[str, str] = runtime_field(
+    compare: dict[str, InputPath] = runtime_field(
         {}, description="label -> another set: InF-IR records, or a file with columns instruction, query or passage"
     )
-    encoder: str | None = runtime_field(
+    encoder: ModelName | None = runtime_field(
         None, description="checkpoint or hub name of the encoder; null: no pairwise similarity and no coverage"
     )
-    evaluations: dict[str, str] = runtime_field(
+    evaluations: dict[str, InputPath] = runtime_field(
         {}, description="label -> a file or directory of an evaluation set whose texts must not be in the records"
     )
     near_duplicates: float = Field(

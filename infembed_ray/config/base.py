@@ -9,9 +9,10 @@ No setting may hold credentials in a URL: logs, manifests and run states show se
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -21,6 +22,30 @@ from infembed_ray.errors import Fault, InputError
 from infembed_ray.redaction import holds_credentials, where_they_belong
 
 S = TypeVar("S", bound="Settings")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the text of a setting names; a type such as `InputPath` carries it."""
+
+    is_path: bool
+    """A file or directory, which must exist. Else a text names one only if it begins with `/`, `.` or `~`."""
+    stages: tuple[str, ...] = ()
+    """Stages whose output it may be, the best first: a setting may name an alias of a release in place of it."""
+
+    def names_path(self, value: str) -> bool:
+        """Return whether a value names a file or directory of this machine or of a store."""
+        return self.is_path or value.startswith(("/", ".", "~"))
+
+
+InputPath = Annotated[str, Kind(is_path=True)]
+"""A file or directory that a stage reads."""
+RecordsPath = Annotated[str, Kind(is_path=True, stages=("analyze", "synthesize"))]
+"""Records."""
+IndexPath = Annotated[str, Kind(is_path=True, stages=("index",))]
+"""An index, or an address of Milvus."""
+ModelName = Annotated[str, Kind(is_path=False, stages=("train",))]
+"""A model: a directory, or any other name."""
 
 
 def runtime_field(default: Any = ..., *, description: str, **bounds: Any) -> Any:
@@ -166,6 +191,39 @@ def settings_classes(annotation: Any) -> list[type[Settings]]:
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         return [annotation]
     return [cls for inner in get_args(annotation) for cls in settings_classes(inner)]
+
+
+def with_texts(settings: S, change: Callable[[str, Kind, str], str], prefix: str = "") -> S:
+    """Return settings in which a function has replaced the texts that have a kind; it gets dotted name, kind and text."""
+    changed = {}
+    for name, field in type(settings).model_fields.items():
+        value, kind = getattr(settings, name), kind_of(field)
+        if (new := _with_texts(value, kind, change, f"{prefix}{name}")) != value:
+            changed[name] = new
+    return settings.model_copy(update=changed) if changed else settings
+
+
+def _with_texts(value: Any, kind: Kind | None, change: Callable[[str, Kind, str], str], name: str) -> Any:
+    if isinstance(value, Settings):
+        return with_texts(value, change, f"{name}.")
+    if isinstance(value, dict):
+        return {label: _with_texts(item, kind, change, f"{name}.{label}") for label, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_with_texts(item, kind, change, name) for item in value)
+    return change(name, kind, value) if kind is not None and isinstance(value, str) and value else value
+
+
+def kind_of(field: FieldInfo) -> Kind | None:
+    """Return the kind of the texts of a field, which its type carries, also within a union or a collection."""
+
+    def search(part: Any) -> Iterator[Kind]:
+        yield from (data for data in getattr(part, "__metadata__", ()) if isinstance(data, Kind))
+        for inner in get_args(part):
+            yield from search(inner)
+
+    return next((data for data in field.metadata if isinstance(data, Kind)), None) or next(
+        search(field.annotation), None
+    )
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

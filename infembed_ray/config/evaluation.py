@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from infembed_ray.config.base import Settings, runtime_field
+from infembed_ray.config.base import InputPath, ModelName, RecordsPath, Settings, runtime_field
 from infembed_ray.config.llm import Endpoint, Limits
 from infembed_ray.config.training import Pooling, Template
 
@@ -100,11 +100,11 @@ class RetrieverSettings(Settings):
 
     kind: RetrieverKind = Field("encoder", description="how the model ranks: docs/guides/retrievers.md has the kinds")
     baseline: str | None = runtime_field(None, description="baseline whose values apply where none are given")
-    model: str = runtime_field(
+    model: ModelName = runtime_field(
         "", description="checkpoint directory or hub name; of a remote embedder the API's model id"
     )
     revision: str | None = Field(None, description="commit of a hub model; null: the newest")
-    adapter: str | None = runtime_field(None, description="LoRA adapters over `model`: directory or hub name")
+    adapter: ModelName | None = runtime_field(None, description="LoRA adapters over `model`: directory or hub name")
     adapter_revision: str | None = Field(None, description="commit of hub adapters; null: the newest")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="precision of the model")
     instructed_query: InstructedFormat | None = Field(
@@ -135,7 +135,7 @@ class RetrieverSettings(Settings):
     seed: int = Field(0, description="seed of random scores")
     bm25: Bm25 = Field(Bm25(), description="tokenization and term weights of BM25")
     api: EmbeddingApi = Field(EmbeddingApi(), description="protocol, endpoint, limits and journal of a remote embedder")
-    runs: tuple[str, ...] = runtime_field(
+    runs: tuple[InputPath, ...] = runtime_field(
         (),
         description="files in TREC's format, perhaps compressed by gzip, or folders runs/MODEL of an evaluation, with a "
         "file per task; several are fused by reciprocal ranks",
@@ -182,7 +182,8 @@ if TYPE_CHECKING:
     NamedRetriever = str | RetrieverSettings
 else:  # tagged, so that an error is about the form that was given
     NamedRetriever = Annotated[
-        Annotated[str, Tag("<str>")] | Annotated[RetrieverSettings, Tag("<RetrieverSettings>")], Discriminator(_form)
+        Annotated[ModelName, Tag("<str>")] | Annotated[RetrieverSettings, Tag("<RetrieverSettings>")],
+        Discriminator(_form),
     ]
 """A retriever by its name, or its settings."""
 
@@ -222,7 +223,7 @@ class EvaluateSettings(Settings):
         description="directory with data sets of the hub, OWNER/NAME, as `hf download` writes them; null: download them to "
         "the cache of the hub's client",
     )
-    records: str | None = runtime_field(
+    records: RecordsPath | None = runtime_field(
         None, description="InF-IR records (JSONL, Parquet or a published synthesis output) as a task"
     )
     models: dict[str, NamedRetriever] = runtime_field(
@@ -236,10 +237,10 @@ class EvaluateSettings(Settings):
         "null: `embeddings` in the output",
     )
     split: str | None = Field(None, description="only records whose column `split` has this value")
-    reworded: str | None = runtime_field(
+    reworded: InputPath | None = runtime_field(
         None, description="the records with instructions in other words than their passages', as a task beside them"
     )
-    distractors: str | None = runtime_field(
+    distractors: InputPath | None = runtime_field(
         None, description="passages irrelevant to all records: JSONL or Parquet with id and passage or text"
     )
     max_distractors: int = Field(1000, ge=0, description="distractors to add to the corpus, from the first")
@@ -267,7 +268,7 @@ class EvaluateSettings(Settings):
 class ReportSettings(Settings):
     """`infembed report`: the paper's tables and figures from published results, beside the paper's own numbers."""
 
-    results: dict[str, str] = runtime_field(
+    results: dict[str, InputPath] = runtime_field(
         description="label -> published output of `infembed evaluate` or `infembed sweep`"
     )
     output: str = runtime_field(description="directory for the published report")

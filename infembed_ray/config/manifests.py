@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import re
+
+from pydantic import Field, field_validator
 
 from infembed_ray.config.base import Settings
+
+_PODS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 class NodeGroup(Settings):
@@ -21,17 +25,6 @@ class NodeGroup(Settings):
         return sum(int(amount) for name, amount in self.resources.items() if name.endswith("/gpu"))
 
 
-class StagePods(Settings):
-    """What one stage runs on."""
-
-    config: str = Field(description="settings file of the verb")
-    nodes: dict[str, int] = Field(description="node group -> number of pods; of `serve`: the smallest number")
-    max_nodes: dict[str, int] = Field({}, description="node group -> largest number of pods, of `serve` only")
-    secrets: tuple[str, ...] = Field(
-        (), description="Kubernetes Secrets whose entries become environment variables of the stage's pods"
-    )
-
-
 class ManifestsSettings(Settings):
     """`infembed manifests`: the settings files of the verbs -> RayJobs, a RayService and what protects them."""
 
@@ -39,18 +32,35 @@ class ManifestsSettings(Settings):
         "kubernetes",
         description="directory of the manifests; files of an earlier run are replaced, all but those of `base`",
     )
-    stages: dict[str, StagePods | None] = Field(description="verb -> what it runs on; null: no manifest")
-    groups: dict[str, NodeGroup] = Field(description="name -> node group of worker pods")
-    head: NodeGroup = Field(
-        NodeGroup(resources={"cpu": 4, "memory": "16Gi"}),
-        description="pod of the head, which runs the drivers of jobs and no tasks",
+    configs: str = Field("jobs/configs", description="directory of the settings files, VERB.yaml")
+    stages: dict[str, dict[str, int | str] | None] = Field(
+        description="verb -> node group -> pods, a number or for `serve` a range such as 2-8; null: no manifest"
     )
-    image: str = Field(description="container image of CPU pods and of the head; name it by digest")
-    gpu_image: str | None = Field(None, description="container image of the pods of groups with GPUs")
-    namespace: str = Field("infembed", description="Kubernetes namespace")
+    groups: dict[str, NodeGroup] = Field(
+        description="name -> node group of worker pods; `head`: the head, which runs the drivers of jobs and no tasks"
+    )
+    images: dict[str, str] = Field(
+        description="node group -> container image of its pods; `default`: of the others. Name images by digest"
+    )
     claim: str | None = Field(
         None,
         description="PersistentVolumeClaim (ReadWriteMany) at /mnt/infembed; null: inputs and outputs are in a store",
     )
-    redis: str = Field("infembed-redis:6379", description="address of the Redis that keeps the state of the API's GCS")
-    queue: str | None = Field(None, description="Kueue's LocalQueue for the RayJobs; null: no queue")
+
+    @field_validator("stages")
+    @classmethod
+    def _require_numbers(cls, stages: dict[str, dict[str, int | str] | None]) -> dict[str, dict[str, int | str] | None]:
+        for verb, nodes in stages.items():
+            for group, pods in (nodes or {}).items():
+                if not _PODS.fullmatch(str(pods)):
+                    raise ValueError(f"{verb}.{group}={pods}: give a number of pods, or a range such as 2-8")
+        return stages
+
+    def pods(self, verb: str) -> dict[str, tuple[int, int]]:
+        """Return node group -> smallest and largest number of pods of a stage."""
+        numbers: dict[str, tuple[int, int]] = {}
+        for group, pods in (self.stages[verb] or {}).items():
+            match = _PODS.fullmatch(str(pods))
+            assert match is not None  # it is validated
+            numbers[group] = (int(match[1]), int(match[2] or match[1]))
+        return numbers

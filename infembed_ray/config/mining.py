@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from infembed_ray.config.base import Settings, runtime_field
+from infembed_ray.config.base import IndexPath, RecordsPath, Settings, runtime_field
 from infembed_ray.config.evaluation import NamedRetriever
 
 
 class MineSettings(Settings):
     """`infembed mine`: hard negatives from an index for training tuples or InF-IR records."""
 
-    records: str = runtime_field(
+    records: RecordsPath = runtime_field(
         description="training tuples or InF-IR records: a file, a directory of files, or a published output"
     )
     columns: dict[str, str | tuple[str, ...]] = Field(
         {}, description="our column -> its name in the files; positives and negatives may have several"
     )
     split: str | None = Field(None, description="use only rows of this split, by the column `split` or the file")
-    index: str = runtime_field(
+    index: IndexPath = runtime_field(
         description="output of `infembed index`: the passages to mine, and the encoder that does"
     )
     output: str = runtime_field(description="directory or object-store URI of the published tuples")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from infembed_ray.config.base import Settings, runtime_field
+from infembed_ray.config.base import IndexPath, InputPath, ModelName, Settings, runtime_field
 
 Precision = Literal["float16", "float32"]
 FieldType = Literal["string", "integer", "number", "boolean", "date"]
@@ -16,12 +16,12 @@ FieldType = Literal["string", "integer", "number", "boolean", "date"]
 class IndexSettings(Settings):
     """`infembed index`: checkpoint + corpus -> FAISS index."""
 
-    corpus: str = runtime_field(
+    corpus: InputPath = runtime_field(
         description="passages: JSONL, Parquet or CSV with columns id and text (or passage); a file, a directory or an object-store URI"
     )
     columns: dict[str, str] = Field({}, description="column name of the index -> column name in the corpus")
     metadata: dict[str, FieldType] = Field({}, description="further columns, for filters and hits -> their type")
-    model: str = runtime_field(description="checkpoint directory or hub name of the encoder")
+    model: ModelName = runtime_field(description="checkpoint directory or hub name of the encoder")
     output: str = runtime_field(
         description="directory for the published index, or milvus+http://HOST:PORT/ALIAS for an external engine"
     )
@@ -75,7 +75,7 @@ class IndexSettings(Settings):
 class CompactSettings(Settings):
     """`infembed index compact`: an index + the changes since -> its next version."""
 
-    index: str = runtime_field(description="output directory of `infembed index`, or one version in it")
+    index: IndexPath = runtime_field(description="output directory of `infembed index`, or one version in it")
     factory: str | None = Field(
         None,
         description="new index type of all shards, as faiss.index_factory spells it; auto: chosen; null: unchanged",

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from infembed_ray.config.base import Settings, runtime_field
+from infembed_ray.config.base import IndexPath, ModelName, Settings, runtime_field
 
 DEFAULT_COLLECTION = "index"
 """Name of the collection that `index` names; requests without a collection go to it."""
@@ -48,7 +48,7 @@ class RerankSettings(Settings):
     kind: Literal["late_interaction", "cross_encoder"] = Field(
         description="late_interaction: MaxSim over the token vectors of an encoder; cross_encoder: a model that reads query and passage together"
     )
-    model: str | dict[str, Any] | None = runtime_field(
+    model: ModelName | dict[str, Any] | None = runtime_field(
         None,
         description="late_interaction: an encoder's checkpoint, null: the served one; cross_encoder: a baseline, a mapping of settings as in `models` of `infembed evaluate`, or a directory or hub name of a classifier that reads `{instruction} {query}`",
     )
@@ -64,7 +64,7 @@ class RerankSettings(Settings):
 class ServeSettings(Settings):
     """`infembed serve`: checkpoint + index -> HTTP API on Ray Serve."""
 
-    index: str = runtime_field(description="a published index, or milvus+http://HOST:PORT/ALIAS")
+    index: IndexPath = runtime_field(description="a published index, or milvus+http://HOST:PORT/ALIAS")
     collections: dict[str, str] = runtime_field(
         {}, description="further collections behind the same API: name -> their index, as for `index`"
     )
@@ -72,7 +72,7 @@ class ServeSettings(Settings):
         "INFEMBED_STORE_TOKEN",
         description="environment variable with the token of an external engine: user:password or an API key; unset: none",
     )
-    model: str | None = runtime_field(None, description="encoder; null: the one that built the index")
+    model: ModelName | None = runtime_field(None, description="encoder; null: the one that built the index")
     model_name: str | None = Field(None, description="the model's name in the API; null: its hub or directory name")
     suggestions: str | None = runtime_field(
         None, description="file of example searches for the playground: rows of query and instruction; null: none"

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from infembed_ray.config.base import Settings, runtime_field
+from infembed_ray.config.base import ModelName, Settings, runtime_field
 from infembed_ray.config.evaluation import EvaluateSettings, NamedRetriever
 from infembed_ray.config.training import TrainSettings
 
@@ -14,7 +14,7 @@ from infembed_ray.config.training import TrainSettings
 class SweepTraining(TrainSettings):
     """Settings of all trainings of a sweep."""
 
-    model: str = runtime_field("", description="set by `models` of the sweep; leave it out")
+    model: ModelName = runtime_field("", description="set by `models` of the sweep; leave it out")
     output: str = runtime_field("", description="set by `output` of the sweep; leave it out")
 
 
@@ -31,7 +31,7 @@ class SweepSettings(Settings):
     train: SweepTraining = Field(description="settings of every training; a row may change some")
     evaluate: SweepEvaluation = Field(description="settings of every evaluation")
     output: str = runtime_field(description="directory of the published tables; its folder `trials` holds the trials")
-    models: dict[str, str] = runtime_field(description="label -> backbone: a directory or a hub name")
+    models: dict[str, ModelName] = runtime_field(description="label -> backbone: a directory or a hub name")
     objectives: tuple[str, ...] = Field(
         (),
         description="objectives to train, one table row each; []: the objective of `train`, if there are no variants",

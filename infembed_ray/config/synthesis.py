@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from infembed_ray.config.base import Settings, runtime_field
+from infembed_ray.config.base import InputPath, ModelName, Settings, runtime_field
 from infembed_ray.config.llm import Batches, ChatModel, Endpoint, JournalUpload, Limits
 
 SeedFormat = Literal["table", "msmarco", "robust04", "leetcode", "metamath"]
@@ -16,7 +16,7 @@ class Selection(Settings):
     """Choice of seeds that cover the set: greedy facility location over embeddings."""
 
     seeds: int = Field(ge=1, description="number of seeds to choose")
-    encoder: str = runtime_field(description="checkpoint or hub name of the encoder")
+    encoder: ModelName = runtime_field(description="checkpoint or hub name of the encoder")
     batch_tokens: int = runtime_field(4096, ge=64, description="tokens per encoding batch, with padding")
 
 
@@ -52,7 +52,7 @@ class Canary(Settings):
 class SynthesizeSettings(Settings):
     """`infembed synthesize`: seeds -> InF-IR records (paper, section 4)."""
 
-    seeds: str = runtime_field(
+    seeds: InputPath = runtime_field(
         description="a file, or a directory of files: Parquet, JSONL, JSON, CSV or TSV with id, query, passage"
     )
     format: SeedFormat = Field(
@@ -65,7 +65,7 @@ class SynthesizeSettings(Settings):
     journal_upload: JournalUpload = runtime_field(
         JournalUpload(), description="journal in an object store: when answers are uploaded"
     )
-    replay: tuple[str, ...] = runtime_field(
+    replay: tuple[InputPath, ...] = runtime_field(
         (), description="finished journals (files or directories) that are only read"
     )
     columns: dict[str, str] = Field({}, description="format=table: our column name -> its name in the seeds file")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from infembed_ray.config.base import Settings, runtime_field
+from infembed_ray.config.base import InputPath, ModelName, RecordsPath, Settings, runtime_field
 
 Template = Literal["instruction_first", "query_first", "instruct_query"]
 PoolingMode = Literal["last", "mean", "cls"]
@@ -72,7 +72,7 @@ class Distillation(Settings):
 class Source(Settings):
     """One of several sources of training data."""
 
-    path: str = runtime_field(
+    path: InputPath = runtime_field(
         description="InF-IR records or training tuples: a file, a directory (also of `datasets`) or a published output"
     )
     columns: dict[str, str | tuple[str, ...]] = Field(
@@ -84,9 +84,9 @@ class Source(Settings):
 class ValidationSettings(Settings):
     """Evaluation on held-out records during training, as by `infembed evaluate`."""
 
-    records: str = runtime_field(description="held-out InF-IR records, in any format of the training records")
+    records: RecordsPath = runtime_field(description="held-out InF-IR records, in any format of the training records")
     split: str | None = Field(None, description="use only rows whose column `split` has this value")
-    distractors: str | None = runtime_field(
+    distractors: InputPath | None = runtime_field(
         None, description="passages added to the corpus, as for `infembed evaluate`"
     )
     max_distractors: int = Field(1000, ge=0, description="number of distractors used, from the first")
@@ -102,10 +102,10 @@ class ValidationSettings(Settings):
 class TrainSettings(Settings):
     """`infembed train`: records + a backbone -> a model (paper, section 5)."""
 
-    records: str = runtime_field(
+    records: RecordsPath = runtime_field(
         "", description="InF-IR records or training tuples: a file, a directory of files, or a published output"
     )
-    model: str = runtime_field(description="backbone: a local directory, an object-store URI or a hub name")
+    model: ModelName = runtime_field(description="backbone: a local directory, an object-store URI or a hub name")
     output: str = runtime_field(description="directory or object-store URI of the published model")
     split: str | None = Field(None, description="use only rows whose column `split` has this value")
     sources: dict[str, Source] = Field(
@@ -168,7 +168,7 @@ class TrainSettings(Settings):
     same_tower_negatives: bool = Field(
         False, description="add similarities to other rows' instruction-query pairs to the negatives of P (SamToNe)"
     )
-    teacher: str | None = runtime_field(
+    teacher: ModelName | None = runtime_field(
         None, description="frozen encoder (directory or hub name) that masks false negatives from other records"
     )
     teacher_margin: float = Field(
@@ -284,7 +284,7 @@ class TrainSettings(Settings):
 class ExportSettings(Settings):
     """`infembed export`: a model with an encoder backbone -> an ONNX graph from token ids to unit vectors."""
 
-    model: str = runtime_field(description="model directory or hub name")
+    model: ModelName = runtime_field(description="model directory or hub name")
     output: str = runtime_field(description="directory or object-store URI of the published graph")
     dimensions: int | None = Field(
         None, ge=1, description="dimensions of the embeddings (Matryoshka); null: the model's"

@@ -137,6 +137,7 @@ MAINTENANCE = {
         "retrieval.distributed:compact",
         "retrieval:CompactSettings",
         "index compact index=runs/index",
+        "retrieval.compaction:describe",
     ),
     "manifests": Verb(
         "write Kubernetes manifests for settings files",

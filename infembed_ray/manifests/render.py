@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from infembed_ray.config.base import Settings, nearest
-from infembed_ray.config.manifests import ManifestsSettings, StagePods
+from infembed_ray.config.manifests import ManifestsSettings, NodeGroup
 from infembed_ray.config.verbs import VERBS, project_files
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.progress import say
@@ -26,6 +26,11 @@ from infembed_ray.progress import say
 BASE = "kubernetes"
 """Directory of the plain manifests, below `jobs` and below the output."""
 SERVE = "serve"
+NAMESPACE = "infembed"
+REDIS = "infembed-redis:6379"
+"""Address of the Redis of jobs/kubernetes/redis.yaml, which keeps the state of the API's GCS."""
+HEAD = NodeGroup(resources={"cpu": 4, "memory": "16Gi"})
+"""The head's pod, unless `groups` has one."""
 TEMPLATES = Environment(
     loader=PackageLoader("infembed_ray.manifests", "templates"), undefined=StrictUndefined, autoescape=False
 )
@@ -40,99 +45,118 @@ def run(settings: ManifestsSettings) -> None:
         InputError: a stage, group, image or settings file is missing or invalid, the pods have too few CPUs or GPUs for a
             stage, or `serve` has no index yet. Nothing is written then.
     """
-    stages = {name: stage for name, stage in settings.stages.items() if stage is not None}
-    check_all(*(partial(_require_valid, settings, name, stage) for name, stage in stages.items()))
-    loaded = {name: VERBS[name].settings.load(stage.config) for name, stage in stages.items()}
-    check_all(*(partial(_require_room, settings, name, stage, loaded[name]) for name, stage in stages.items()))
-    plan = _plan_of_serve(loaded[SERVE]) if SERVE in loaded else None
-
+    loaded, plan = prepare(settings)
     output = Path(settings.output)
     if not (output / "base").exists():  # afterwards it is the user's to edit
         shutil.copytree(project_files() / "jobs" / BASE, output / "base")
     (output / "jobs").mkdir(parents=True, exist_ok=True)
-    render = partial(_render, settings)
-    for name in (name for name in stages if name != SERVE):
-        text = Path(stages[name].config).read_text(encoding="utf-8").strip()
-        content = render("rayjob.yaml", name, stages[name], content=text, name="")
+    for name in (name for name in loaded if name != SERVE):
+        text = _file(settings, name).read_text(encoding="utf-8").strip()
+        content = _render(settings, "rayjob.yaml", name, content=text, name="")
         digest = hashlib.sha256(content.encode()).hexdigest()[:8]
-        content = render("rayjob.yaml", name, stages[name], content=text, name=f"infembed-{name}-{digest}")
+        content = _render(settings, "rayjob.yaml", name, content=text, name=f"infembed-{name}-{digest}")
         (output / "jobs" / f"{name}.yaml").write_text(content, encoding="utf-8")
     if plan is not None:
         config = output / "serve-config.yaml"
         plan.write_config(config)
-        text = config.read_text(encoding="utf-8").strip()
-        content = render("rayservice.yaml", SERVE, stages[SERVE], content=text)
+        content = _render(settings, "rayservice.yaml", SERVE, content=config.read_text(encoding="utf-8").strip())
         (output / "rayservice.yaml").write_text(content, encoding="utf-8")
-    template = TEMPLATES.get_template("kustomization.yaml")
-    content = template.render(namespace=settings.namespace, serve=plan is not None) + "\n"
+    content = TEMPLATES.get_template("kustomization.yaml").render(namespace=NAMESPACE, serve=plan is not None) + "\n"
     (output / "kustomization.yaml").write_text(content, encoding="utf-8")
     say(f"manifests: wrote {', '.join(loaded)} to {output.resolve()}")
 
 
-def _render(settings: ManifestsSettings, template: str, verb: str, stage: StagePods, **values: Any) -> str:
+def prepare(settings: ManifestsSettings) -> tuple[dict[str, Settings], Any]:
+    """Return the settings of the stages, and the plan of the API if it is one of them; InputError as `run`."""
+    stages = [name for name, nodes in settings.stages.items() if nodes is not None]
+    check_all(*(partial(_require_valid, settings, name) for name in stages))
+    loaded = {name: VERBS[name].settings.load(str(_file(settings, name))) for name in stages}
+    check_all(*(partial(_require_room, settings, name, loaded[name]) for name in stages))
+    return loaded, _plan_of_serve(loaded[SERVE]) if SERVE in loaded else None
+
+
+def describe(settings: ManifestsSettings) -> Iterator[str]:
+    """Yield what would be written; InputError as `run`."""
+    loaded, plan = prepare(settings)
+    for name in loaded:
+        pods = ", ".join(
+            f"{low}{f'-{high}' if high != low else ''} of {g}" for g, (low, high) in settings.pods(name).items()
+        )
+        yield f"{'rayservice.yaml' if name == SERVE and plan else f'jobs/{name}.yaml'}: pods {pods}"
+    yield f"output {Path(settings.output).resolve()}"
+
+
+def _file(settings: ManifestsSettings, verb: str) -> Path:
+    return Path(settings.configs) / f"{verb}.yaml"
+
+
+def _render(settings: ManifestsSettings, template: str, verb: str, **values: Any) -> str:
+    pods = settings.pods(verb)
+    groups = {name: settings.groups.get(name, HEAD) for name in (*pods, "head")}
     content = TEMPLATES.get_template(template).render(
-        **settings.model_dump(include={"image", "gpu_image", "namespace", "claim", "redis", "queue"}),
-        head=settings.head,
-        all_groups=settings.groups,
+        all_groups=groups,
+        images={name: settings.images.get(name) or settings.images["default"] for name in groups},
+        stage_pods=pods,
+        claim=settings.claim,
+        namespace=NAMESPACE,
+        redis=REDIS,
         stage=verb,
-        stage_nodes=stage.nodes,
-        max_nodes=stage.max_nodes,
-        secrets=stage.secrets,
         ray_version=version("ray"),
         **values,
     )
     return content + "\n"
 
 
-def _require_valid(settings: ManifestsSettings, name: str, stage: StagePods) -> None:
+def _require_valid(settings: ManifestsSettings, name: str) -> None:
     """InputError if a stage names something that does not exist, or its settings file cannot be loaded."""
     where = f"stages.{name}"
     if name not in VERBS:
-        raise InputError.of(where, None, f"no such verb: {nearest(name, VERBS)}")
-    for group in {**stage.nodes, **stage.max_nodes}:
+        raise InputError.of(where, None, "no such verb", nearest(name, VERBS))
+    for group, (low, high) in settings.pods(name).items():
         if group not in settings.groups:
-            raise InputError.of(f"{where}.nodes", None, f"no group {group}: {nearest(group, settings.groups)}")
+            raise InputError.of(where, None, f"no group {group}", nearest(group, settings.groups))
         if not _NAME.fullmatch(group) or group == "head":
             raise InputError.of(
                 f"groups.{group}", None, "give it a name of up to 30 lower-case letters, digits and hyphens, not `head`"
             )
-        if settings.groups[group].gpus and settings.gpu_image is None:
+        if settings.groups[group].gpus and group not in settings.images:
             raise InputError.of(
-                f"groups.{group}", None, "has GPUs", "set gpu_image to an image with faiss-gpu and torch for CUDA"
+                f"groups.{group}", None, "has GPUs", f"set images.{group} to an image with faiss-gpu and torch for CUDA"
             )
-    if stage.max_nodes and name != SERVE:
-        raise InputError.of(
-            f"{where}.max_nodes", None, "only `serve` is autoscaled", "a job has as many pods as nodes says"
-        )
-    for group, most in stage.max_nodes.items():
-        if most < stage.nodes.get(group, 0) or group not in stage.nodes:
-            raise InputError.of(f"{where}.max_nodes.{group}", most, f"set nodes.{group}, to at most {most}")
-    VERBS[name].settings.load(stage.config)
+        if low > high or (low != high and name != SERVE):
+            raise InputError.of(
+                f"{where}.{group}",
+                f"{low}-{high}",
+                "give one number of pods" if name != SERVE else "give 2-8, not 8-2",
+                "only `serve` is autoscaled",
+            )
+    if "default" not in settings.images:
+        raise InputError.of("images.default", None, "is missing", "set it to the image of CPU pods and of the head")
+    VERBS[name].settings.load(str(_file(settings, name)))
 
 
-def _require_room(settings: ManifestsSettings, name: str, stage: StagePods, verb: Settings) -> None:
+def _require_room(settings: ManifestsSettings, name: str, verb: Settings) -> None:
     """InputError if the largest number of pods has too few CPUs or GPUs for a stage; its tasks would wait without end."""
-    pods = stage.nodes | stage.max_nodes
     for setting, number, needs in _demands(name, verb):
         fitting = sum(
             count
             * min((int(_of(settings, group, resource) / amount) for resource, amount in needs.items()), default=number)
-            for group, count in pods.items()
+            for group, (_, count) in settings.pods(name).items()
         )
         if fitting < number:
             asked = ", ".join(f"{amount:g} {resource}" for resource, amount in needs.items())
             raise InputError.of(
-                f"stages.{name}.nodes",
+                f"stages.{name}",
                 None,
                 f"room for {fitting} of {setting}={number} ({asked} each)",
-                "give it more nodes or another group",
+                "give it more pods or another group",
             )
 
 
 def _of(settings: ManifestsSettings, group: str, resource: str) -> float:
     """Return how much of a resource a pod of a group has."""
-    found = settings.groups[group]
-    return found.gpus if resource == "GPU" else _cpus(found.resources.get("cpu", 0))
+    pod = settings.groups[group]
+    return pod.gpus if resource == "GPU" else _cpus(pod.resources.get("cpu", 0))
 
 
 def _cpus(quantity: str | int) -> float:

@@ -7,12 +7,13 @@ have higher sequences. They stay in the log, which both versions read, so both g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from infembed_ray.config.retrieval import IndexSettings
+from infembed_ray.config.retrieval import CompactSettings, IndexSettings
 from infembed_ray.errors import InputError
+from infembed_ray.progress import counted
 from infembed_ray.retrieval import factory as factories
 from infembed_ray.retrieval.index import IndexFacts, as_published, change_log
 from infembed_ray.retrieval.passages import schema, write_passages
@@ -28,6 +29,7 @@ from infembed_ray.retrieval.shard_files import (
 from infembed_ray.retrieval.shards import Build, Shard, build_shard, write_vectors
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.work import shard_name
+from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place, address, delete, read_json, write_json
 from infembed_ray.storage.steps import Published, Step, find_input, read_manifest
 
@@ -149,3 +151,12 @@ class Compaction:
         """The facts of the next version, from those of its shards."""
         passages = sum(shard.passages for shard in shards)
         return replace(self.facts, passages=passages, shards=shards, folded=self.until)
+
+
+def describe(settings: CompactSettings) -> Iterator[str]:
+    """Yield what a compaction would do, line by line; InputError as `Compaction.open`."""
+    work = Compaction.open(settings.index, settings.factory, settings.memory_gib, settings.recall_floor)
+    if not work.changes and not work.retyped:
+        yield f"no changes since {work.version}, so there is nothing to do"
+    elif not (yield from state(work.step())):
+        yield f"{work.version} and {counted(work.changes, 'segment')} of changes, {counted(len(work.facts.shards), 'shard')}"

@@ -7,9 +7,9 @@ An alias is a small JSON file, local or in an object store, which is replaced at
 from __future__ import annotations
 
 from datetime import datetime, timezone
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from infembed_ray.config.base import Settings
+from infembed_ray.config.base import Kind, Settings, with_texts
 from infembed_ray.errors import InputError
 from infembed_ray.progress import say
 from infembed_ray.storage.places import address, errors_at, read_json, write_json
@@ -21,12 +21,6 @@ RELEASE = "release"
 """Stage of a release, and folder of the releases in a pipeline's output."""
 ALIAS = ".release"
 """Ending of an alias."""
-STAGES = {
-    "index": ("index",),
-    "records": ("analyze", "synthesize"),
-    **dict.fromkeys(("model", "models", "encoder", "teacher"), ("train",)),
-}
-"""Setting -> the stages of a release whose output it takes, the best first."""
 
 
 def promote(release: str, alias: str) -> tuple[str | None, str]:
@@ -63,25 +57,19 @@ def resolved(settings: S) -> S:
     Raises:
         InputError: there is no such alias, or its release has no output of the stage that a setting needs.
     """
-    values = {name: _resolved(name, value) for name, value in settings}
-    changed = {name: value for name, value in values.items() if value != getattr(settings, name)}
-    return settings.model_copy(update=changed) if changed else settings
+    return with_texts(settings, _resolved)
 
 
-def _resolved(name: str, value: Any) -> Any:
-    if isinstance(value, Settings):
-        return resolved(value)
-    if isinstance(value, dict):
-        return {key: _resolved(name, item) for key, item in value.items()}
-    if not (name in STAGES and isinstance(value, str) and value.endswith(ALIAS)):
+def _resolved(name: str, kind: Kind, value: str) -> str:
+    if not (kind.stages and value.endswith(ALIAS)):
         return value
     stages = read_manifest(find_input(followed(value, name), name), name)["stages"]
-    made = (stages[stage] for stage in STAGES[name] if stage in stages)
-    found = next((output["address"] for output in made if not output.get("report_only")), None)
-    if found is None:
-        raise InputError.of(name, value, f"its release has no output of {' or '.join(STAGES[name])}", "name one itself")
-    say(f"{name}: {value} is {found}")
-    return found
+    made = (stages[stage] for stage in kind.stages if stage in stages)
+    output = next((each["address"] for each in made if not each.get("report_only")), None)
+    if output is None:
+        raise InputError.of(name, value, f"its release has no output of {' or '.join(kind.stages)}", "name one itself")
+    say(f"{name}: {value} is {output}")
+    return str(output)
 
 
 def followed(value: str, setting: str) -> str:

@@ -23,12 +23,13 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from infembed_ray import __version__
-from infembed_ray.config.base import Settings
-from infembed_ray.errors import InputError
+from infembed_ray.config.base import Kind, Settings, with_texts
+from infembed_ray.errors import InputError, check_all
 from infembed_ray.progress import say
 from infembed_ray.storage import durable, provenance
 from infembed_ray.storage.leases import lease
@@ -490,3 +491,23 @@ def require_access(root: Place, name: str) -> None:
     if reason or not os.access(place, os.W_OK | os.X_OK):
         reason = reason or f"{place} is not writable"
         raise InputError.of(name, root, f"cannot be written ({reason})", "choose a writable directory")
+
+
+def require_inputs(settings: Settings) -> None:
+    """Check that the files and directories of this machine that settings name exist.
+
+    Every stage checks its inputs thoroughly. This check comes first, because the stages import torch and Ray, which takes
+    seconds, and up to a minute on a busy machine.
+
+    Raises:
+        InputError: some files or directories do not exist.
+    """
+    checks: list[Callable[[], Any]] = []
+
+    def collect(name: str, kind: Kind, value: str) -> str:
+        if "://" not in value and kind.names_path(value):
+            checks.append(partial(resolve_input, value, name))
+        return value
+
+    with_texts(settings, collect)
+    check_all(*checks)

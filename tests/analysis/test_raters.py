@@ -97,6 +97,22 @@ def test_one_annotator_is_enough(tmp_path: Path) -> None:
     assert report["among_references"]["value"] is None
 
 
+def test_a_rater_that_leaves_too_many_items_unanswered_publishes_no_kappa(tmp_path: Path) -> None:
+    rows = made_rows(40)
+    sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
+    truth = {row["item_id"]: row["ann"] for row in rows}
+    with stub(rows, truth, {"judge": 0.2, "broken": 0.0}) as (url, asked):
+        with pytest.raises(InputError) as failure:
+            run(settings(tmp_path, url, sheet, ["judge", "broken"]))
+        said = str(failure.value)
+        assert said.startswith("max_dead_letters=0.1: too many items without an answer of broken 40 of 40 (100.0%)")
+        assert "40 x broken: malformed answer" in said
+        assert not (tmp_path / "out" / "latest").exists()
+        answered = len(asked)
+        run(settings(tmp_path, url, sheet, ["judge", "broken"], max_dead_letters=1))
+        assert len(asked) == answered
+
+
 def test_figure_4_is_printed_and_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = made_rows(40)
     sheet = write_jsonl(tmp_path / "sheet.jsonl", [{k: v for k, v in row.items() if k != "ann"} for row in rows])

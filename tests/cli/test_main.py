@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from infembed_ray import __version__
-from infembed_ray.cli.main import GROUPS, PLANS, VERBS, main, parse, settings_verbs
+from infembed_ray.cli.main import GROUPS, MAINTENANCE, PLANS, VERBS, main, parse, settings_verbs
 from infembed_ray.cli.tools import ACTIONS
+from infembed_ray.config.verbs import load
 
 MISSING = {
     "synthesize seeds=/nope output=o": "seeds=/nope: no such file",
@@ -141,3 +143,18 @@ def test_settings_may_follow_an_option(capsys):
     with pytest.raises(SystemExit):
         main(["train", "records=a", "--no-such-option", "model=b"])
     assert "unrecognized arguments: --no-such-option" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [*VERBS, *MAINTENANCE])
+def test_every_verb_has_a_dry_run(command, capsys):
+    assert "--dry-run" in help_of(command, capsys)
+    verb = settings_verbs()[command]
+    assert callable(load(verb.dry_run or f"{verb.function.partition(':')[0]}:describe"))
+
+
+def test_a_dry_run_of_manifests_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    given = ["--config", "jobs/configs/manifests.yaml", "stages.serve=null", f"output={tmp_path / 'out'}"]
+    assert main(["manifests", *given, "--dry-run"]) == 0
+    assert "manifests: jobs/train.yaml: pods 1 of gpu" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()

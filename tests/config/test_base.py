@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infembed_ray.config.base import with_texts
 from infembed_ray.config.evaluation import EvaluateSettings
 from infembed_ray.config.llm import ChatModel
 from infembed_ray.config.serving import ServeSettings
@@ -130,3 +131,17 @@ def test_collections_are_named_and_the_default_one_comes_first():
 def test_other_names_of_collections_are_refused(name):
     with pytest.raises(InputError, match=r"^collections: .* (give 1 to 64 lower-case|choose another name)"):
         ServeSettings.from_mapping({"index": "a", "collections": {name: "runs/b"}})
+
+
+def test_texts_with_a_kind_are_found_at_every_depth():
+    seen = {}
+    settings = EvaluateSettings.from_mapping(
+        {"records": "r", "output": "o", "models": {"a": "m", "b": {"kind": "encoder", "model": "n"}}}
+    )
+    changed = with_texts(settings, lambda name, kind, text: seen.setdefault(name, (kind.is_path, kind.stages)) and "x")
+    assert seen == {
+        "records": (True, ("analyze", "synthesize")),
+        "models.a": (False, ("train",)),
+        "models.b.model": (False, ("train",)),
+    }
+    assert (changed.records, changed.models["a"], changed.models["b"].model, changed.output) == ("x", "x", "x", "o")

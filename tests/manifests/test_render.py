@@ -52,7 +52,7 @@ def restricted(pod: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("override", ["queue=infembed", "claim=null", "redis=rediss://cache.example.com:6379"])
+@pytest.mark.parametrize("override", ["claim=null", "groups.head={resources: {cpu: 2, memory: 8Gi}}"])
 def test_every_manifest_of_the_jobs_is_valid(tmp_path: Path, override: str) -> None:
     run(settings(tmp_path, override))
     documents = written(tmp_path)
@@ -69,7 +69,7 @@ def test_every_manifest_of_the_jobs_is_valid(tmp_path: Path, override: str) -> N
 
 
 def test_a_job_runs_its_verb_with_the_settings_file_that_was_given(tmp_path: Path) -> None:
-    run(settings(tmp_path, "queue=gpus"))
+    run(settings(tmp_path))
     for stage in JOBS:
         config, ray_job = kubernetes.documents((tmp_path / "jobs" / f"{stage}.yaml").read_text(encoding="utf-8"))
         assert yaml.safe_load(config["data"][f"{stage}.yaml"]) == yaml.safe_load(
@@ -78,13 +78,12 @@ def test_a_job_runs_its_verb_with_the_settings_file_that_was_given(tmp_path: Pat
         assert ray_job["spec"]["entrypoint"] == f"infembed {stage} --config /etc/infembed/{stage}.yaml"
         head = ray_job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
         assert {"name": "settings", "configMap": {"name": config["metadata"]["name"]}} in head["volumes"]
-        assert ray_job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
         assert ray_job["spec"]["shutdownAfterJobFinishes"]  # Kueue requires both
         assert "enableInTreeAutoscaling" not in ray_job["spec"]["rayClusterSpec"]
 
 
 def test_pods_with_gpus_get_the_gpu_image_and_the_others_do_not(tmp_path: Path) -> None:
-    run(settings(tmp_path, "image=cpu@sha256:1", "gpu_image=cuda@sha256:2"))
+    run(settings(tmp_path, "images.default=cpu@sha256:1", "images.gpu=cuda@sha256:2"))
     cluster = job(tmp_path, "train")["spec"]["rayClusterSpec"]
     (worker,) = cluster["workerGroupSpecs"]
     head, gpu = (part["template"]["spec"]["containers"][0] for part in (cluster["headGroupSpec"], worker))
@@ -93,17 +92,17 @@ def test_pods_with_gpus_get_the_gpu_image_and_the_others_do_not(tmp_path: Path) 
     assert gpu["resources"]["limits"]["nvidia.com/gpu"] == gpu["resources"]["requests"]["nvidia.com/gpu"] == 8
 
 
-def test_secrets_reach_only_the_stages_that_name_them(tmp_path: Path) -> None:
+def test_a_secret_reaches_only_its_stage(tmp_path: Path) -> None:
     run(settings(tmp_path))
     for stage in JOBS:
         pods = kubernetes.pods(job(tmp_path, stage)["spec"]["rayClusterSpec"])
-        names = [source for pod in pods for source in pod["spec"]["containers"][0].get("envFrom", [])]
-        assert names == ([{"secretRef": {"name": "infembed-llm"}}] * len(pods) if stage == "synthesize" else [])
+        sources = [source for pod in pods for source in pod["spec"]["containers"][0].get("envFrom", [])]
+        assert sources == [{"secretRef": {"name": f"infembed-{stage}", "optional": True}}] * len(pods)
 
 
 def test_equal_settings_give_the_same_job_and_other_settings_another_one(tmp_path: Path) -> None:
     names = []
-    for overrides in ([], [], ["image=other"]):
+    for overrides in ([], [], ["images.gpu=other"]):
         run(settings(tmp_path, *overrides))
         names.append(job(tmp_path, "train")["metadata"]["name"])
     assert names[0] == names[1] != names[2]
@@ -111,27 +110,26 @@ def test_equal_settings_give_the_same_job_and_other_settings_another_one(tmp_pat
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 def test_kustomize_builds_the_base_in_the_namespace(tmp_path: Path) -> None:
-    run(settings(tmp_path, "namespace=search"))
+    run(settings(tmp_path))
     built = subprocess.run(["kubectl", "kustomize", str(tmp_path)], capture_output=True, text=True, check=True).stdout
     documents = kubernetes.documents(built)
     namespaces = {d["metadata"].get("namespace", d["metadata"]["name"]) for d in documents}
-    assert namespaces == {"search"}
+    assert namespaces == {"infembed"}
     assert len(documents) == 9
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (
-            "stages.trian={config: jobs/configs/train.yaml, nodes: {gpu: 1}}",
-            "stages.trian: no such verb: did you mean train",
-        ),
-        ("stages.train.nodes={gpus: 1}", "stages.train.nodes: no group gpus: did you mean gpu"),
-        ("stages.train.nodes={cpu: 8}", r"stages.train.nodes: room for 0 of workers=8 \(8 CPU, 1 GPU each\)"),
-        ("groups.gpu.resources={cpu: 500m, nvidia.com/gpu: 8}", r"stages.train.nodes: room for 0 of workers=8"),
-        ("stages.train.max_nodes={gpu: 2}", "stages.train.max_nodes: only `serve` is autoscaled"),
-        ("gpu_image=null", "groups.gpu: has GPUs; set gpu_image"),
-        ("stages.index.config=nope.yaml", "--config=nope.yaml: no such file"),
+        ("stages.trian={gpu: 1}", "stages.trian: no such verb; did you mean train"),
+        ("stages.train={gpus: 1}", "stages.train: no group gpus; did you mean gpu"),
+        ("stages.train={cpu: 8}", r"stages.train: room for 0 of workers=8 \(8 CPU, 1 GPU each\)"),
+        ("groups.gpu.resources={cpu: 500m, nvidia.com/gpu: 8}", r"stages.train: room for 0 of workers=8"),
+        ("stages.train={gpu: 1-2}", "stages.train.gpu=1-2: give one number of pods; only `serve` is autoscaled"),
+        ("stages.train={gpu: many}", "train.gpu=many: give a number of pods"),
+        ("images={default: a}", "groups.gpu: has GPUs; set images.gpu"),
+        ("images={gpu: a}", "images.default: is missing"),
+        ("configs=nope", "--config=nope/train.yaml: no such file"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(tmp_path: Path, override: str, message: str) -> None:
@@ -148,7 +146,7 @@ def test_a_reranker_needs_room_too() -> None:
 
 
 def test_every_mistake_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ["stages.train.nodes={cpu: 1}", "stages.index.nodes={cpu: 1}", "stages.serve=null"]
+    wrong = ["stages.train={cpu: 1}", "stages.index={cpu: 1}", "stages.serve=null"]
     assert main(["manifests", "--config", CONFIG, f"output={tmp_path / 'out'}", *wrong]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
 
@@ -160,14 +158,11 @@ def test_the_api_is_a_service_of_the_served_index(tmp_path: Path, minilm: str) -
     indexes = [publish_index(tmp_path / "one", minilm, PASSAGES), publish_index(tmp_path / "two", minilm, AGAIN)]
     served = []
     for index in (*indexes, indexes[1]):
-        file = tmp_path / "serve.yaml"
+        file = tmp_path / "configs" / "serve.yaml"
+        file.parent.mkdir(exist_ok=True)
         rerank = "{kind: late_interaction, cpus: 0.5}"
         file.write_text(f"{{index: {index}, host: 127.0.0.1, encoder_replicas: 2, rerank: {rerank}}}")
-        run(
-            settings(
-                tmp_path / "out", f"stages={{serve: {{config: {file}, nodes: {{cpu: 2}}, max_nodes: {{cpu: 8}}}}}}"
-            )
-        )
+        run(settings(tmp_path / "out", f"configs={file.parent}", "stages={serve: {cpu: 2-8}}"))
         (service,) = kubernetes.documents((tmp_path / "out" / "rayservice.yaml").read_text(encoding="utf-8"))
         kubernetes.validate(service)
         assert all(restricted(pod) for pod in kubernetes.pods(service))

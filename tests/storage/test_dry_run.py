@@ -227,7 +227,7 @@ def test_an_evaluation_shows_tasks_and_models(shown, training: list[str], backbo
     assert "1 task x 2 models" in out
     status, _, err = shown("evaluate", *given, "models.none=./nope", "tasks=[folowir]")
     assert status == 2
-    assert all(text in "".join(err) for text in ("models.none=./nope", "folowir"))
+    assert all(text in "".join(err) for text in ("models.none.model=./nope", "folowir"))
 
 
 def test_a_sweep_shows_trials_steps_and_tasks(shown, training: list[str], backbone: str, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_searches_are_reranked_and_go_on_without_a_lost_reranker(
         wait_until(lambda: max(values(api, "infembed_rerank_searches_total"), default=0) >= 2, 30)
         wait_until(lambda: max(values(api, "infembed_reranker_texts_total"), default=0) >= 1, 30)
 
-        cheaper = rerank.model_copy(update={"weight": 0.0})
+        cheaper = rerank.model_copy(update={"depth": 1})
         run(settings.model_copy(update={"rerank": cheaper}))  # the API does something else with the same reranker
         assert rerankers() == [first]
         wait_until(lambda: ids(search(api)) == by_cosine and search(api)["hits"][0]["rerank_score"] is not None, 30)
