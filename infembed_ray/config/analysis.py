@@ -46,7 +46,7 @@ class AgreementSettings(Settings):
         None, description="path or URI of a YAML file like llm/prices.yaml with your own prices, which override it"
     )
     max_dead_letters: float = runtime_field(
-        0.05,
+        0.1,
         ge=0,
         le=1,
         description="maximum share of items without an answer of a rater; above it nothing is published",

@@ -12,35 +12,31 @@ def test_records_give_equal_sets_from_memory_file_and_synthesis_output(tmp_path)
     wanted = from_records("s", rows)
     assert {kind: len(texts) for kind, texts in wanted.texts.items()} == {"instruction": 6, "query": 6, "passage": 9}
     for path in (write_jsonl(tmp_path / "r.jsonl", map(vars, rows)), publish(tmp_path / "out")):
-        found = read("s", path if path.is_file() else next(path.glob("*/records.parquet")).parent, "compare.s", {})
+        found = read("s", path if path.is_file() else next(path.glob("*/records.parquet")).parent, "compare.s")
         assert {kind: sorted(texts) for kind, texts in found.texts.items()} == {
             kind: sorted(texts) for kind, texts in wanted.texts.items()
         }
 
 
-def test_a_set_of_one_kind_is_read_from_the_named_column(tmp_path):
-    path = write_jsonl(tmp_path / "i.jsonl", [{"_id": "1", "text": "one"}, {"_id": "2", "text": " "}, {"text": "two"}])
-    assert read("s", path, "compare.s", {"instruction": "text"}) == TextSet("s", {"instruction": ["one", "two"]})
+def test_a_set_of_one_kind_is_read_without_its_empty_texts(tmp_path):
+    rows = [{"_id": "1", "instruction": "one"}, {"_id": "2", "instruction": " "}, {"instruction": "two"}]
+    path = write_jsonl(tmp_path / "i.jsonl", rows)
+    assert read("s", path, "compare.s") == TextSet("s", {"instruction": ["one", "two"]})
 
 
 def test_columns_named_after_their_kind_and_older_names_are_found(tmp_path):
     path = write_jsonl(
         tmp_path / "i.jsonl", [{"query": "q", "passage": "p"}, {"document": "d", "document_positive": "e"}]
     )
-    assert read("s", path, "compare.s", {}).texts == {"query": ["q"], "passage": ["p", "e"]}
+    assert read("s", path, "compare.s").texts == {"query": ["q"], "passage": ["p", "e"]}
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({}, r"compare.s=.*no column with instructions, queries or passages \(found: _id, text\)"),
-        ({"instruktion": "text"}, "compare_columns.instruktion: no such kind of text; did you mean instruction"),
-    ],
-)
-def test_a_file_without_texts_is_refused(tmp_path, columns, message):
+def test_a_file_without_texts_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "i.jsonl", [{"_id": "1", "text": "one"}])
-    with pytest.raises(InputError, match=message):
-        read("s", path, "compare.s", columns)
+    with pytest.raises(
+        InputError, match=r"compare.s=.*no column with instructions, queries or passages \(columns: _id, text\)"
+    ):
+        read("s", path, "compare.s")
 
 
 def test_samples_have_equal_sizes_no_repetition_and_are_reproducible():
@@ -48,13 +44,13 @@ def test_samples_have_equal_sizes_no_repetition_and_are_reproducible():
         TextSet("large", {"query": [f"l{n}" for n in range(50)], "passage": ["p"]}),
         TextSet("small", {"query": [f"s{n}" for n in range(7)]}),
     ]
-    drawn = samples(sets, "query", 20, 0)
+    drawn = samples(sets, "query", 20)
     assert {label: len(set(texts)) for label, texts in drawn.items()} == {"large": 7, "small": 7}
     assert set(drawn["large"]) <= set(sets[0].texts["query"])
-    assert samples(sets, "query", 20, 0) == drawn != samples(sets, "query", 20, 1)
-    assert samples(sets, "passage", 20, 0) == {"large": ["p"]}
-    assert samples(sets, "instruction", 20, 0) == {}
-    assert {len(texts) for texts in samples(sets, "query", 3, 0).values()} == {3}
+    assert samples(sets, "query", 20) == drawn
+    assert samples(sets, "passage", 20) == {"large": ["p"]}
+    assert samples(sets, "instruction", 20) == {}
+    assert {len(texts) for texts in samples(sets, "query", 3).values()} == {3}
 
 
 SETS = [
@@ -69,7 +65,7 @@ def embed(texts):
 
 
 def test_every_kind_is_compared_among_the_sets_that_have_it():
-    diversities, coverages = compare(SETS, 10, 0, embed)
+    diversities, coverages = compare(SETS, 10, embed)
     assert [(d.kind, d.label, d.texts, d.sampled) for d in diversities] == [
         ("instruction", "one", 3, 2),
         ("instruction", "two", 2, 2),
@@ -84,6 +80,6 @@ def test_every_kind_is_compared_among_the_sets_that_have_it():
 
 
 def test_without_an_encoder_there_are_only_measures_of_words():
-    diversities, coverages = compare(SETS, 10, 0, None)
+    diversities, coverages = compare(SETS, 10, None)
     assert [d.aps for d in diversities] == [None, None, None]
     assert coverages == []
