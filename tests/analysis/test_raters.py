@@ -103,13 +103,15 @@ def test_a_rater_that_leaves_too_many_items_unanswered_publishes_no_kappa(tmp_pa
     truth = {row["item_id"]: row["ann"] for row in rows}
     with stub(rows, truth, {"judge": 0.2, "broken": 0.0}) as (url, asked):
         with pytest.raises(InputError) as failure:
-            run(settings(tmp_path, url, sheet, ["judge", "broken"]))
+            run(settings(tmp_path, url, [sheet], ["judge", "broken"]))
         said = str(failure.value)
-        assert said.startswith("max_dead_letters=0.1: too many items without an answer of broken 40 of 40 (100.0%)")
+        assert said.startswith(
+            "agreement.max_dead_letters=0.1: too many items without an answer of broken 40 of 40 (100.0%)"
+        )
         assert "40 x broken: malformed answer" in said
         assert not (tmp_path / "out" / "latest").exists()
         answered = len(asked)
-        run(settings(tmp_path, url, sheet, ["judge", "broken"], max_dead_letters=1))
+        run(settings(tmp_path, url, [sheet], ["judge", "broken"], max_dead_letters=1))
         assert len(asked) == answered
 
 
@@ -129,18 +131,6 @@ def test_figure_4_is_printed_and_published(tmp_path: Path, capsys: pytest.Captur
     assert "undefined  mean Cohen's kappa of broken (broken), 0 of 40 items" in printed
     assert [rater["answered"] for rater in study_of(published)["llm_raters"]] == [40, 0]
     assert "LLM raters with the reference raters" in (published.path / "report.html").read_text()
-
-
-def test_raters_without_answers_fail_and_publish_nothing(tmp_path: Path) -> None:
-    rows = made_rows(10)
-    sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
-    with (
-        stub(rows, {row["item_id"]: row["ann"] for row in rows}, {"broken": 0.0}) as (url, _),
-        pytest.raises(
-            InputError, match=r"max_dead_letters=0.1: .* broken 10 of 10 \(100.0%\), so nothing is published"
-        ),
-    ):
-        run(settings(tmp_path, url, [sheet], ["broken"]))
 
 
 def test_a_rater_below_the_floor_fails_the_gate_after_its_report_and_again(tmp_path: Path) -> None:
