@@ -10,7 +10,6 @@ import re
 from infembed_ray.redaction import masked
 
 MEMORY = {
-    "analyze": "lower batch_tokens",
     "evaluate": "lower actors or batch_tokens",
     "index": "lower actors or batch_tokens, or raise shards",
     "mine": "lower workers or batch_tokens",

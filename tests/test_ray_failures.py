@@ -107,7 +107,7 @@ def test_a_failure_of_ray_is_one_line_with_a_remedy_and_no_process_of_others(
         assert "neighbour" not in line
         assert len(line) <= 600
 
-    def fail(directory: str) -> None:
+    def fail(**arguments: object) -> None:
         raise error
 
     monkeypatch.setattr("infembed_ray.cli.runs.print_runs", fail)
@@ -160,7 +160,7 @@ def test_a_lost_training_worker_is_one_line_and_its_fault_another_kind() -> None
 def test_an_error_that_nothing_foresaw_has_its_traceback_and_one_last_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(directory: str) -> None:
+    def fail(**arguments: object) -> None:
         raise ZeroDivisionError("http://user:secretpw@host")
 
     monkeypatch.setattr("infembed_ray.cli.runs.print_runs", fail)
