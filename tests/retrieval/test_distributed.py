@@ -202,7 +202,7 @@ def test_faults_found_by_workers_are_one_line(
     rows: list[dict[str, Any]] = [{"id": "a", "text": "x"}, {"id": "b", "text": "z"}, {"id": "a", "text": "y"}]
     refuse("row 3: id a is a duplicate", corpus=write_corpus(tmp_path / "twice.jsonl", rows))
     encoder = InstructionEncoder.from_pretrained(minilm)
-    next(encoder.backbone.parameters()).data.fill_(float("nan"))
+    dict(encoder.backbone.named_parameters())["encoder.layer.0.output.dense.weight"].data.fill_(3e38)  # overflows
     encoder.save_pretrained(tmp_path / "broken")
     refuse(r"model=.*broken: its embedding of passage \S+ is not finite", model=str(tmp_path / "broken"))
 

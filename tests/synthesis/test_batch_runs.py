@@ -62,7 +62,8 @@ def test_a_run_in_batches_makes_dead_letters_of_the_rest_and_asks_nothing_online
 ) -> None:
     with stand_in(batch_expired=0.1) as server:
         batches = {"attempts": 1, "rest": "dead_letter"}
-        done = run(settings(server, seeds=str(seeds_file), output=str(tmp_path / "out"), batches=batches))
+        given = settings(server, seeds=str(seeds_file), output=str(tmp_path / "out"), batches=batches)
+        done = run(given.model_copy(update={"max_dead_letters": 1.0}))
         assert all("batch" in entry for entry in server.log("answered"))
     dead = tables.read_raw(done.path / tables.DEAD_LETTER_FILE)
     assert len(dead) == done.manifest["batches"]["unanswered"]["batch_expired"] > 0
