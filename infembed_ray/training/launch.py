@@ -225,7 +225,7 @@ def _check_processes(settings: TrainSettings) -> None:
     """Check that there are as many processes as workers. Ray starts them; other launchers find them running."""
     if settings.launcher == "ray":
         return
-    # `infembed check` runs without torchrun, so it cannot know the number of processes.
+    # A dry run starts without torchrun, so it cannot know the number of processes.
     started = int(os.environ.get("WORLD_SIZE", settings.workers)) if settings.launcher == "torchrun" else 1
     if settings.workers != started:
         raise InputError(

@@ -49,7 +49,7 @@ def test_the_reference_is_generated(site: Path, page: str) -> None:
     text = (site / "reference" / f"{page}.html").read_text(encoding="utf-8")
     expected = {
         "settings/train": "instruction_negatives",
-        "settings/plan": "PlanServeSettings",
+        "settings/plan": "PlanIndexSettings",
         "commands": "infembed index compact",
         "http": "/v1/search",
         "metrics": "infembed_http_requests",

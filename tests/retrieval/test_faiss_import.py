@@ -99,7 +99,7 @@ def test_only_verbs_that_need_faiss_are_refused(site: Path) -> None:
         return subprocess.run([sys.executable, "-c", program, *arguments], check=False, capture_output=True, text=True)
 
     assert infembed("--help").returncode == 0
-    assert infembed("key", "team", str(site / "keys")).returncode == 0
+    assert infembed("serve", "key", "team", str(site / "keys")).returncode == 0
     refused = infembed("index", "versions", str(site))
     assert refused.returncode == 2
     assert refused.stderr.startswith("infembed index versions: FAISS ")

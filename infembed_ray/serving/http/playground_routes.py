@@ -20,8 +20,6 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 FILES = resources.files("infembed_ray.serving.http") / "playground"
 ASSETS = ("playground.css", "mark.svg", "page.js", "explanation.js", "playground.js", "results.js", "snippets.js")
 """Files below `/playground/`. They hold no data and need no API key; the page's requests to the API do."""
-SHARED_ASSETS = ASSETS[:3]
-"""Those that the pages of `infembed view` use too."""
 MEDIA_TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
 
 HEADERS = {

@@ -1,4 +1,4 @@
-// What the playground and the pages of `infembed view` share: parts of the document, and the colours.
+// Parts of the document, and the colours.
 //
 // Data is shown as text, never as markup.
 
