@@ -63,6 +63,7 @@ def lease(place: Path | Folder, name: str, setting: str, value: Any) -> Iterator
         finally:
             held.release()
         return
+    place.mkdir(parents=True, exist_ok=True)
     path = place / f".{name}.lock"
     with contextlib.ExitStack() as stack:
         try:
