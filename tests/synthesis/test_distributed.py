@@ -131,10 +131,11 @@ def test_with_faults_of_every_kind_every_seed_is_kept_rejected_or_a_dead_letter(
         **{"bad_request": 0.01, "refusal": 0.01, "empty": 0.01, "cut_off": 0.01, "malformed": 0.01, "mistaken": 0.1},
     }
     with stand_in(latency_s=0.01, jitter_s=0.02, retry_after_s=0.05, **faults) as server:
-        first = run(settings(seeds, tmp_path / "out", server))
+        first = run(settings(seeds, tmp_path / "out", server, max_dead_letters=1.0))
         answered = len(server.log("answered"))
         # A second output: the journal answers everything that the endpoint answered.
-        again = run(settings(seeds, tmp_path / "again", server, journal=str(tmp_path / "out" / "journal"), actors=1))
+        same = {"journal": str(tmp_path / "out" / "journal"), "max_dead_letters": 1.0}
+        again = run(settings(seeds, tmp_path / "again", server, actors=1, **same))
         assert answered_most(server) == 1
         bad_requests = server.log("bad_request")
 
