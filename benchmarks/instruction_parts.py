@@ -49,7 +49,6 @@ from infembed_ray.retrieval.shards import Build, Shard, shard_of
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog
 from infembed_ray.serving.routing.channels import Channels
-from infembed_ray.serving.routing.reranking import fused_order
 from infembed_ray.serving.service import Query, Search
 
 COLLECTIONS = ["dev", "reworded", "cranfield", "instructir"]
@@ -178,7 +177,7 @@ def late_interaction(scorer: LateInteraction, task: Task) -> Rerank:
     def rerank(query: TaskQuery, hits: Mapping[str, float]) -> Mapping[str, float]:
         ids, first = list(hits), list(hits)[:RERANKED]
         scores = scorer.score(query.query, query.instruction, [texts[id] for id in first], 1024)
-        order = [first[place] for place in fused_order([hits[id] for id in first], scores, 1.0)] + ids[RERANKED:]
+        order = [first[place] for place in np.argsort(-scores, kind="stable")] + ids[RERANKED:]
         return {id: -float(rank) for rank, id in enumerate(order)}
 
     return rerank

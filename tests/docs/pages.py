@@ -101,8 +101,11 @@ def blocks() -> list[Block]:
 
 
 def inline_code(page: str) -> list[str]:
-    """The inline code of a page's prose."""
-    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(written()[page]))
+    """The inline code of a page's prose, without the names of earlier versions in the first column of the upgrade page."""
+    text = prose(written()[page])
+    if page == "docs/start/upgrade.md":
+        text = re.sub(r"^\|(?:[^|\\]|\\.)*\|", "|", text, flags=re.MULTILINE)
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
 
 
 def install_commands(directory: Path) -> None:

@@ -50,6 +50,6 @@ def test_a_benchmark_imports_what_exists(script: Path) -> None:
 
 
 def test_a_name_that_is_gone_is_found() -> None:
-    assert has("infembed_ray.evaluation.tasks", "own")
-    assert has("infembed_ray.evaluation.tasks.own", "read")
+    assert has("infembed_ray.evaluation.tasks", "layouts")
+    assert has("infembed_ray.evaluation.tasks.repository", "Repository")
     assert not has("infembed_ray.evaluation.tasks", "beir")
