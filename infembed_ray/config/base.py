@@ -1,7 +1,7 @@
 """Base class of all settings: a YAML file plus `key=value` overrides, validated strictly.
 
 The settings of a stage are one frozen class. Every field has a description with its unit. A `runtime_field` says where or how
-fast a step runs; it does not change the result, so it is not part of the step's identity (see `storage.Step`).
+fast a step runs; it does not change the result, so it is not part of the step's identity (see `steps.Step`).
 
 No setting may hold credentials in a URL: logs, manifests and run states show settings.
 """

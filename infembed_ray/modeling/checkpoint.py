@@ -52,7 +52,7 @@ class Located:
     Attributes:
         path: absolute directory, or URI of a folder in an object store, with `latest` followed; or hub name. A process
             that loads the model gets a directory from `local`.
-        inputs, names: its part of the identity of a `storage.Step`; one of them is empty.
+        inputs, names: its part of the identity of a `steps.Step`; one of them is empty.
     """
 
     path: str

@@ -1,6 +1,6 @@
 """Data that stages exchange: typed rows, their Arrow schemas, and readers of all file formats.
 
-Only this module and `examples` name columns. The columns of a record are those of the published InF-IR data set, so
+Only this module and `tuples` name columns. The columns of a record are those of the published InF-IR data set, so
 training reads that set unchanged.
 """
 

@@ -92,7 +92,7 @@ class FileChecksums:
 
 
 def whole_file_checksum(file: pa.NativeFile) -> str:
-    """Compute the checksum that older indexes have in place of `FileChecksums`: `storage.fingerprint` of a file."""
+    """Compute the checksum that older indexes have in place of `FileChecksums`: `steps.fingerprint` of a file."""
     digest = hashlib.sha256(f"\0{file.size()}\0".encode())
     for start in range(0, file.size(), BLOCK):
         digest.update(_read(file, start))

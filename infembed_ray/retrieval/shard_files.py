@@ -43,7 +43,7 @@ class ShardFacts:
         search: calibrated search parameters: efSearch (graphs), nprobe (inverted lists), rerank (candidates per hit of lossy
             types).
         recall_at_10: against exact search (`searcher.calibrate`); 1 for Flat.
-        checksums: file name -> its checksums; in older indexes `storage.fingerprint` of the whole file.
+        checksums: file name -> its checksums; in older indexes `steps.fingerprint` of the whole file.
     """
 
     name: str

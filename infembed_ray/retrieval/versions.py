@@ -1,6 +1,6 @@
 """The versions of an index in an output directory, and the pointer `latest`.
 
-A version is published atomically (`storage.Step`) and never changes. Rolling back, or forward, verifies a version and then
+A version is published atomically (`steps.Step`) and never changes. Rolling back, or forward, verifies a version and then
 points `latest` at it.
 """
 

@@ -164,7 +164,7 @@ def _ask_in_batches(job: Job, spent_usd: float) -> BatchReport:
     """Ask the Batch API, so that the online run finds its answers in the journal; return its report."""
     from infembed_ray.synthesis import batch_api  # only here: it imports the `openai` client, which takes a second
 
-    assert isinstance(job.journal, Path)  # see `check`
+    assert isinstance(job.journal, Path)  # see `preflight.check`
     directory = job.journal / BATCHES
 
     async def ask() -> BatchReport:
