@@ -280,6 +280,7 @@ class Step:
         self.path = self.root / self.identity
         require_access(place, "output")
         self._remote_root = place if isinstance(place, Folder) else None
+        self._tested = False
         self.remote = None if self._remote_root is None else self._remote_root / self.identity
         self._uri = None if self.remote is None else self.remote.uri
 
@@ -301,8 +302,11 @@ class Step:
         return done
 
     def _require_writable(self) -> None:
-        for root in {self.root, self.place}:
-            require_writable(root, "output")
+        """Make and test the place once: `finished` does so before the work, and `publish` where it was not asked."""
+        if not self._tested:
+            for root in {self.root, self.place}:
+                require_writable(root, "output")
+            self._tested = True
 
     def become_latest(self) -> None:
         """Let `latest` name this output, which is published."""
