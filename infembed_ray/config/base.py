@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from infembed_ray.errors import Fault, InputError
@@ -46,6 +55,11 @@ IndexPath = Annotated[str, Kind(is_path=True, stages=("index",))]
 """An index, or an address of Milvus."""
 ModelName = Annotated[str, Kind(is_path=False, stages=("train",))]
 """A model: a directory, or any other name."""
+
+
+def filled_in(**values: Any) -> BeforeValidator:
+    """Return a validator that gives settings, unless they are given, the values that the settings around them fill in."""
+    return BeforeValidator(lambda given: {**values, **given} if isinstance(given, dict) else given)
 
 
 def runtime_field(default: Any = ..., *, description: str, **bounds: Any) -> Any:
