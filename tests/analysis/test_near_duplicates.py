@@ -18,20 +18,22 @@ def test_repeated_texts_are_counted_across_positive_and_negative_columns():
         record("b", query_negative="how  tall\nis it?"),
         record("c", query_positive="HOW TALL IS IT?", document_positive="answer of a"),
     ]
-    instructions, queries, passages = duplicates(rows, THRESHOLD)
-    assert (instructions.texts, instructions.distinct, instructions.repeated, instructions.examples) == (6, 6, 0, [])
-    assert (queries.texts, queries.distinct, queries.repeated) == (6, 4, 1)
-    assert queries.examples == [("how tall is it?", 3)]
-    assert (passages.texts, passages.distinct, passages.repeated) == (9, 8, 1)
+    sections = duplicates(rows)
+    assert [[each[name] for name in ("texts", "distinct", "repeated")] for each in sections] == [
+        [6, 6, 0],
+        [6, 4, 1],
+        [9, 8, 1],
+    ]
+    assert [each["examples"] for each in sections[:2]] == [[], [("how tall is it?", 3)]]
 
 
 def test_the_most_frequent_texts_are_examples_and_then_the_most_similar():
     rows = [record(f"{n}-{copy}", query_positive=f"query {n}") for n in range(9) for copy in range(n + 1)]
-    queries = duplicates(rows, THRESHOLD)[1]
-    assert queries.repeated == 8  # the first occurs once
-    assert [times for _, times in queries.examples] == [9, 8, 7, 6, 5]
-    alike = duplicates([record("a", query_positive="how tall"), record("b", query_positive="How tall?")], THRESHOLD)[1]
-    assert (alike.near, alike.examples) == (1, [("how tall?", 1.0)])
+    queries = duplicates(rows)[1]
+    assert queries["repeated"] == 8  # the first occurs once
+    assert [times for _, times in queries["examples"]] == [9, 8, 7, 6, 5]
+    alike = duplicates([record("a", query_positive="how tall"), record("b", query_positive="How tall?")])[1]
+    assert (alike["near"], alike["examples"]) == (1, [("how tall?", 1.0)])
 
 
 def trigrams(text):
