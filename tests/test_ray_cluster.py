@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 
 import psutil
 import pytest
@@ -16,6 +15,7 @@ from infembed_ray.cli.main import main
 from infembed_ray.errors import InputError
 from infembed_ray.ray_cluster import connect
 from tests.support.strangers import ask_gcs
+from tests.support.waiting import wait_until
 
 NO_TIME = "RAY_gcs_server_port_wait_time_s"
 """Ray's time limit for its first process; with 0 s every start fails and leaves that process running."""
@@ -55,10 +55,9 @@ def test_a_dead_address_is_rejected_at_once(monkeypatch):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    start = time.monotonic()
-    with pytest.raises(InputError, match=f"RAY_ADDRESS=127.0.0.1:{port}: no cluster listens there"):
+    with pytest.raises(InputError) as error:
         connect()
-    assert time.monotonic() - start < 10
+    assert error.value.faults[0].setting == "RAY_ADDRESS"
     assert not ray.is_initialized()
 
 
@@ -100,28 +99,14 @@ def test_the_second_attempt_succeeds_and_a_job_shows_only_its_workers_errors(mon
     connect()
     assert len(attempts) == 2
     ray.get(fails.remote())
-    deadline, seen = time.monotonic() + 20, ""
-    while "ValueError: the cause" not in seen and time.monotonic() < deadline:
-        time.sleep(0.1)
-        seen += "".join(capfd.readouterr())
-    assert "ValueError: the cause" in seen
+    seen: list[str] = []
 
-    @ray.remote(max_task_retries=-1)
-    class Waits:
-        def ready(self):
-            return True
+    def shown():
+        seen.extend(capfd.readouterr())
+        return "ValueError: the cause" in "".join(seen)
 
-        def wait(self):
-            time.sleep(60)
-
-    actor = Waits.remote()
-    ray.get(actor.ready.remote())
-    actor.wait.remote()
-    ray.kill(actor)
-    time.sleep(2)
-    seen += "".join(capfd.readouterr())
-    assert "will be retried" not in seen
-    assert [line for line in seen.splitlines() if "logging.cc" in line and "(raylet)" not in line] == []
+    wait_until(shown, 20)
+    assert [line for line in "".join(seen).splitlines() if "logging.cc" in line and "(raylet)" not in line] == []
 
 
 @pytest.mark.ray

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 
 from infembed_ray.config.base import Settings, nearest, settings_classes
-from infembed_ray.config.verbs import Verb, project_files
+from infembed_ray.config.verbs import Verb
 from infembed_ray.errors import InputError
 
 _BOUNDS = {"ge": "minimum {:g}", "gt": "above {:g}", "le": "maximum {:g}", "lt": "below {:g}"}
@@ -18,24 +18,12 @@ _NAMES = {str: "text", int: "whole number", float: "number", bool: "true or fals
 
 
 def overview(verb: Verb, name: str) -> Iterator[str]:
-    """Describe every setting of a verb in a line: required ones, common ones, others, then the sections.
-
-    Common settings are those of `jobs/configs/VERB.yaml`. A section is a setting that holds other settings.
-
-    Args:
-        name: of the verb, in words.
-    """
+    """Describe every setting of a verb in a line: required ones, others, then the sections, which hold other settings."""
     fields = verb.settings.model_fields
-    file = project_files() / "jobs" / "configs" / f"{name}.yaml"
-    usual = set(yaml.safe_load(file.read_text(encoding="utf-8")) or {}) if file.is_file() else set()
     sections = [key for key, field in fields.items() if settings_classes(field.annotation)]
-    plain = [key for key in fields if key not in sections]
     required = [key for key in fields if fields[key].is_required()]
-    common = [key for key in plain if key in usual and key not in required]
-    others = [key for key in plain if key not in usual and key not in required]
     yield from _group("required settings", required, fields)
-    yield from _group("common settings", common, fields)
-    yield from _group("other settings", others, fields)
+    yield from _group("other settings", [key for key in fields if key not in (*sections, *required)], fields)
     for key in sections:
         field = fields[key]
         yield f"\n{key}: {field.description} ({_default(key, field, None)})"

@@ -162,17 +162,7 @@ def runs_below(place: Place) -> list[RunEntry]:
         names = listing(place) if isinstance(place, Folder) or place.is_dir() else {}
         finished = sorted(_finished(place, names), key=lambda run: run.created)
         states = [place / name for name in names if name.endswith(SUFFIX) and not _in_work(name)]
-        unfinished = [_unfinished(file, names) for file in states]
-        recorded = {run.identity for run in unfinished}
-        for work in sorted({part for name in names if (part := _in_work(name))}):
-            held = PurePosixPath(work).name
-            match = _WORK.fullmatch(held)
-            assert match is not None
-            if match["lease"] not in recorded:
-                where = place / work
-                state = RUNNING if is_held(where.parent, match["lease"]) else INTERRUPTED
-                unfinished.append(RunEntry(state, "unfinished", match["lease"], address(where)))
-    return [*finished, *unfinished]
+        return [*finished, *map(_unfinished, states)]
 
 
 def _finished(place: Place, names: Mapping[str, int]) -> Iterator[RunEntry]:
@@ -229,10 +219,10 @@ def run_at(value: str) -> RunEntry | None:
 
 def _unfinished_at(place: Place) -> RunEntry | None:
     file = place.parent / f".{place.name}{SUFFIX}"
-    return _unfinished(file, {}) if read_text(file) is not None else None
+    return _unfinished(file) if read_text(file) is not None else None
 
 
-def _unfinished(file: Place, names: Mapping[str, int]) -> RunEntry:
+def _unfinished(file: Place) -> RunEntry:
     """Return a run from its state. A run without an error that holds no lease was killed; a pipeline holds none."""
     state = read_json(file)
     running = is_held(file.parent, state["run"])

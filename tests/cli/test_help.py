@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from infembed_ray.cli import help
-from infembed_ray.cli.main import MAINTENANCE, VERBS, main
+from infembed_ray.cli.main import main
+from infembed_ray.config.verbs import MAINTENANCE, VERBS
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
 JOBS = [*sorted(CONFIGS.glob("*.yaml")), *sorted((CONFIGS / "paper").glob("*.yaml"))]

@@ -21,10 +21,8 @@ SOURCES = ("infembed_ray", "tests", "benchmarks", "jobs", "examples")
 
 def settings_of(parsed: Any) -> type[Settings] | None:
     """The settings class of a command."""
-    if parsed.verb == "plan":
-        return cli.PLANS[parsed.what].settings
-    verb = (cli.VERBS | cli.MAINTENANCE).get(parsed.verb)
-    return verb.settings if verb else None
+    command = cli.COMMANDS[parsed.verb]
+    return command.settings if isinstance(command, cli.Verb) else None
 
 
 @cache

@@ -151,9 +151,7 @@ def test_every_mistake_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.integration
-def test_the_api_is_a_service_of_the_served_index(
-    tmp_path: Path, minilm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_api_is_a_service_of_the_served_index(tmp_path: Path, minilm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     from ray.serve.schema import ServeDeploySchema
 
