@@ -108,8 +108,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = getattr(item, "fixturenames", ())
         if "ray_cluster" in fixtures:
             item.add_marker("ray")
-        if {"bucket", "faulty"} & set(fixtures):
+        elif {"bucket", "faulty"} & set(fixtures):
             item.add_marker("integration")
+        if "browser" in fixtures:
+            item.add_marker("slow")
         tier = next(
             (n for n, marker in enumerate(SLOWEST_FIRST) if item.get_closest_marker(marker)), len(SLOWEST_FIRST)
         )
