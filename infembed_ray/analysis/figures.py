@@ -109,8 +109,7 @@ def lengths(records: Sequence[Record]) -> list[Section]:
     for kind, columns in KINDS.items():
         words = {column: [len(getattr(record, column).split()) for record in records] for column in columns}
         pooled = [n for of_column in words.values() for n in of_column]
-        parts: dict[str | None, list[int]] = {None: pooled, **words}
-        for column, numbers in parts.items():
+        for column, numbers in ((None, pooled), *words.items()):
             p5, p50, p95 = (float(p) for p in np.percentile(numbers, (5, 50, 95)))
             section = {
                 "kind": kind,

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from infembed_ray.errors import InputError, StartError, in_one_line
 from infembed_ray.progress import say
 from infembed_ray.storage.object_store import scratch
+from infembed_ray.telemetry import running_ray
 
 PACKAGE = "infembed-ray"
 GIB = 2**30
@@ -152,8 +153,7 @@ def _ray() -> Iterator[str]:
     from infembed_ray.ray_cluster import connect
 
     connect()
-    import ray
-
+    ray = running_ray()
     try:
         total = ray.cluster_resources()
         nodes = sum(node["Alive"] for node in ray.nodes())

@@ -103,7 +103,7 @@ def _exit_without_command(words: Sequence[str]) -> NoReturn:
     if words[0] == "--version":
         print(f"infembed_ray {__version__}")
         raise SystemExit(0)
-    if words[0] in HELP or words[1:2] in ([flag] for flag in HELP):
+    if set(HELP) & set(words[:2]):
         print(_overview(), end="")
         raise SystemExit(0)
     from infembed_ray.config.base import nearest
@@ -167,7 +167,8 @@ def _run(options: argparse.Namespace) -> int | None:
         print(load("cli.help:section")(command.settings, options.verb, options.section))
         return None
     try:
-        return _run_verb(options, command)
+        _run_verb(options, command)
+        return None
     except InputError:
         if os.environ.get("RANK", "0") != "0":  # under torchrun, only the first process prints the error
             raise SystemExit(2) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from infembed_ray.config.base import Settings
 from infembed_ray.config.retrieval import IndexSettings
@@ -21,11 +21,11 @@ class PlannedGpus(Settings):
         None, ge=0, description="price of a GPU and its share of the node; null: no cost"
     )
 
-    @model_validator(mode="before")
     @classmethod
-    def _without_files(cls, values: Any) -> Any:
-        missing = {"records", "corpus", "output"} & cls.model_fields.keys()
-        return {**dict.fromkeys(missing, ""), **values} if isinstance(values, dict) else values
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for name in {"records", "corpus", "output"} & cls.model_fields.keys():
+            cls.model_fields[name].default = ""
+        cls.model_rebuild(force=True)
 
 
 class PlanTrainSettings(PlannedGpus, TrainSettings):

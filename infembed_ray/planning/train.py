@@ -204,18 +204,7 @@ def step_work(
     Raises:
         InputError: a batch has fewer records than there are workers.
     """
-    per_step = settings.records_per_step
-    if settings.tokens_per_step is not None:
-        counts = token_counts(encoder, list(islice(records, 256)), settings.hard_negatives)
-        per_step = max(1, round(settings.tokens_per_step / fmean(counts)))
-    per_batch = min(-(-per_step // settings.accumulation), number)  # as the sampler does
-    if per_batch < settings.workers:
-        raise InputError.of(
-            "records_per_step",
-            settings.records_per_step,
-            f"{per_batch} records a batch leave some of the {settings.workers} workers without any",
-            "set more, or fewer workers",
-        )
+    per_step, per_batch = _step_size(settings, encoder, records, number)
     encoder.train()
     budget = settings.grad_cache_tokens or _ONE_PASS
     batches = list(_batches(settings, encoder, records, min(per_batch, len(records))))
@@ -245,6 +234,25 @@ def step_work(
         steps=settings.epochs * -(-number // per_step),
         records=per_batch,
     )
+
+
+def _step_size(
+    settings: TrainSettings, encoder: InstructionEncoder, records: Sequence[TrainingRecord], number: int
+) -> tuple[int, int]:
+    """Return the records of a step and of a batch, of all workers, as the sampler makes them."""
+    per_step = settings.records_per_step
+    if settings.tokens_per_step is not None:
+        counts = token_counts(encoder, list(islice(records, 256)), settings.hard_negatives)
+        per_step = max(1, round(settings.tokens_per_step / fmean(counts)))
+    per_batch = min(-(-per_step // settings.accumulation), number)
+    if per_batch < settings.workers:
+        raise InputError.of(
+            "records_per_step",
+            settings.records_per_step,
+            f"{per_batch} records a batch leave some of the {settings.workers} workers without any",
+            "set more, or fewer workers",
+        )
+    return per_step, per_batch
 
 
 def _batches(

@@ -154,12 +154,11 @@ def test_a_killed_run_pays_for_no_answer_twice_and_keeps_its_budget(tmp_path: Pa
         assert len(asked) <= 50 + 2  # those in flight at the kill
 
 
-@pytest.mark.parametrize("refused", ["max_completion_tokens", "temperature"])
-def test_a_parameter_that_a_rater_refuses_is_found_out_before_it_rates(tmp_path: Path, refused: str) -> None:
+def test_a_parameter_that_a_rater_refuses_is_found_out_before_it_rates(tmp_path: Path) -> None:
     rows = made_rows(8)
     sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
     truth = {row["item_id"]: row["ann"] for row in rows}
-    with stub(rows, truth, {"a": 0}, refused) as (url, asked):
+    with stub(rows, truth, {"a": 0}, "temperature") as (url, asked):
         published = run(settings(tmp_path, url, [sheet], ["a"]))
         assert len(asked) == 8
     assert study_of(published)["llm_raters"][0]["kappa"]["value"] == 1.0

@@ -83,11 +83,6 @@ def test_the_bundled_prompts_have_the_same_name_in_every_copy_of_the_package(tmp
     ]
 
 
-def test_an_input_that_is_gone_is_said_to_be(made, tmp_path, capsys):
-    (tmp_path / "seeds.jsonl").unlink()
-    assert lines(capsys, "runs", "show", made["records"])[-1].endswith("(no longer there)")
-
-
 def test_all_outputs_are_listed_with_the_latest(made, tmp_path, capsys):
     again = publish("train", str(tmp_path / "runs" / "model"), {"records": tmp_path / "seeds.jsonl"})
     runs = as_json(capsys, "runs", str(tmp_path / "runs"))
