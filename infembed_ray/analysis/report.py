@@ -82,22 +82,9 @@ def _lines(report: Section) -> Iterator[tuple[str, str]]:
         yield f"{found['complements_fit']:,}", f"of {found['complements']:,} complements passed"
     for v in report["verdicts"]:
         yield f"{100 * v['right'] / v['judged']:.1f}", f"% pass the judge, {v['scenario']}"
-    for size in report["sizes"]:
-        of_source = f" of {size['source']}" if size["source"] else ""
-        for kind, number in size["texts"].items():
-            yield f"{number:,}", f"distinct {kind} texts{of_source}"
-    for n in report["lengths"]:
-        if n["column"] is None:
-            spread = f"p5 {n['p5']:.0f}, p95 {n['p95']:.0f}; the paper's set: {n['paper_mean']}"
-            yield f"{n['mean']:.1f}", f"words per {n['kind']}, mean ({spread})"
     for d in report["duplicates"]:
         yield f"{d['repeated']:,}", f"duplicate {d['kind']} texts"
         yield f"{d['near']:,}", f"nearly equal {d['kind']} texts"
-    for measured in report["diversities"]:
-        sample = f"of {measured['sampled']:,} {measured['kind']} texts, {measured['label']}"
-        if measured["aps"] is not None:
-            yield f"{measured['aps']:.3f}", f"average pairwise similarity {sample}"
-        yield f"{measured['ingf']:,.0f}", f"inter-sample n-gram frequency {sample}"
     for c in report["contaminations"]:
         yield f"{c['matching']:,}", f"of {c['texts']:,} {c['kind']} texts match {c['evaluation']}, in whole or in part"
     for reason, number in (report["removed"] or {}).items():

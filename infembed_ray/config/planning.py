@@ -13,13 +13,8 @@ from infembed_ray.config.training import TrainSettings
 Tokens = Annotated[int, Field(ge=1)]
 
 
-class PlannedGpus(Settings):
-    """The GPUs of a plan, and what the planned verb requires and a plan does without: inputs and output."""
-
-    gpu: str = Field("a100-80g", description="a GPU of planning/hardware.py")
-    gpu_usd_per_hour: float | None = Field(
-        None, ge=0, description="price of a GPU and its share of the node; null: no cost"
-    )
+class _WithoutFiles(Settings):
+    """Settings of a verb whose inputs and output a plan does without."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -28,12 +23,16 @@ class PlannedGpus(Settings):
         cls.model_rebuild(force=True)
 
 
-class PlanTrainSettings(PlannedGpus, TrainSettings):
+class PlanTrainSettings(_WithoutFiles, TrainSettings):
     """`infembed plan train`: the settings of a training, with one GPU per worker. `train --dry-run` plans for existing records.
 
     The defaults of `epoch_records` and `tokens` are those of the published set (paper, section 4.1 and Table 1 x 1.35).
     """
 
+    gpu: str = Field("a100-80g", description="a GPU of planning/train.py")
+    gpu_usd_per_hour: float | None = Field(
+        None, ge=0, description="price of a GPU and its share of the node; null: no cost"
+    )
     epoch_records: int = Field(38_759, ge=1, description="records of an epoch")
     tokens: tuple[Tokens, Tokens, Tokens] = Field(
         (48, 11, 75),
@@ -44,11 +43,8 @@ class PlanTrainSettings(PlannedGpus, TrainSettings):
     )
 
 
-class PlanIndexSettings(PlannedGpus, IndexSettings):
+class PlanIndexSettings(_WithoutFiles, IndexSettings):
     """`infembed plan index`: the settings of an index, and the size of its corpus, which is not read."""
 
     passages: int = Field(1_000_000, ge=1, description="passages of the corpus")
     passage_tokens: int = Field(75, ge=1, description="mean tokens of a passage")
-    tokens_per_s: float | None = Field(
-        None, gt=0, description="measured tokens per second that a GPU encodes; null: 40 % of its peak FLOP/s in bf16"
-    )

@@ -17,14 +17,12 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from infembed_ray.config.planning import PlanIndexSettings
 from infembed_ray.config.retrieval import IndexSettings, Precision
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.planning.backbones import load
-from infembed_ray.planning.hardware import PlannedGpu
 from infembed_ray.planning.memory import GIB
 from infembed_ray.progress import aligned
 from infembed_ray.ray_cluster import on_a_cluster
@@ -37,11 +35,8 @@ from infembed_ray.retrieval.stores.address import is_address
 from infembed_ray.retrieval.work import work_root
 from infembed_ray.storage.dry_run import require_space, state
 from infembed_ray.storage.places import address, listing
-from infembed_ray.training.observability.flops import BackboneFlops
 
 BUILD_THREADS = 16
-ENCODING_MFU = 0.4
-"""Assumed share of a GPU's peak that encoding reaches."""
 # Rates of one thread, measured on an AMD EPYC on 2026-11-23; GEMM_FLOPS and RANDOM_READ_S on 2026-11-22.
 GRAPH_BUILD_READS = 260
 """Vectors compared to add one to a graph of n vectors (M 32, efConstruction 128), divided by log2(n)."""
@@ -124,8 +119,6 @@ class IndexPlan:
     """An index of `shards` shards.
 
     Attributes:
-        tokens_per_s: of one GPU that encodes; `assumed` without a measurement.
-        usd: of the GPU hours; None without a price.
         types: a shard of each FAISS type, in the order in which `infembed index` prefers them, then exact search.
         chosen: the type that `infembed index` chooses.
     """
@@ -134,11 +127,6 @@ class IndexPlan:
     dimension: int
     passages: int
     shards: int
-    tokens: int
-    tokens_per_s: float
-    assumed: bool
-    gpu_hours: float
-    usd: float | None
     types: tuple[ShardEstimate, ...]
     chosen: str
 
@@ -149,34 +137,22 @@ def plan(settings: PlanIndexSettings) -> IndexPlan:
     Raises:
         InputError: the settings do not fit each other or the model, or no type fits `memory_gib`.
     """
-    encoder = load(TrainSettings(model=settings.model, records="", output=""))
-    dimension = settings.dimensions or encoder.dimension
-    if dimension > encoder.dimension:
-        raise InputError.of("dimensions", dimension, f"the model has {encoder.dimension}", "give as many or fewer")
+    most = load(TrainSettings(model=settings.model, records="", output="")).dimension
+    dimension = settings.dimensions or most
+    if dimension > most:
+        raise InputError.of("dimensions", dimension, f"the model has {most}", "give as many or fewer")
     vectors = math.ceil(settings.passages / settings.shards)
     chosen = factories.choose(
         vectors, dimension, settings.memory_gib, settings.shards, settings.factory, settings.vectors
     )
-    types = [settings.factory] if settings.factory else [*factories.candidates(vectors, dimension, settings.vectors)]
-    tokens = settings.passages * settings.passage_tokens
-    flops = BackboneFlops.count(encoder.backbone_of("passage"), encoder.causal)
-    pairs = settings.passage_tokens / (2 if encoder.causal else 1) * len(flops.windows)
-    forward = (flops.token + flops.pair * pairs) / 3  # the backward pass is the other two thirds
-    rate = settings.tokens_per_s or ENCODING_MFU * PlannedGpu.of(settings, torch.bfloat16).peak / forward
-    hours = tokens / rate / 3600
-    passage_bytes = settings.passage_tokens * _TEXT_BYTES
+    types = [] if settings.factory else factories.candidates(vectors, dimension, settings.vectors)
     return IndexPlan(
         model=settings.model,
         dimension=dimension,
         passages=settings.passages,
         shards=settings.shards,
-        tokens=tokens,
-        tokens_per_s=rate,
-        assumed=settings.tokens_per_s is None,
-        gpu_hours=hours,
-        usd=None if settings.gpu_usd_per_hour is None else hours * settings.gpu_usd_per_hour,
         types=tuple(
-            estimate(factory, dimension, vectors, passage_bytes, settings.vectors)
+            estimate(factory, dimension, vectors, settings.passage_tokens * _TEXT_BYTES, settings.vectors)
             for factory in dict.fromkeys([*types, chosen, "Flat"])
         ),
         chosen=chosen,
@@ -186,24 +162,13 @@ def plan(settings: PlanIndexSettings) -> IndexPlan:
 def as_text(made: IndexPlan) -> str:
     """Format the plan for people."""
     rows = [["", "type", "B/vector", "GiB", "disk", "peak", "h"]]
-    rows += [
-        [
-            ">" * (shard.factory == made.chosen),
-            shard.factory,
-            f"{shard.memory / shard.vectors:,.0f}",
-            _gib(shard.memory * made.shards),
-            _gib(shard.disk * made.shards),
-            _gib(shard.peak),
-            f"{shard.build_hours:,.2f}",
-        ]
-        for shard in made.types
-    ]
-    cost = "" if made.usd is None else f", {made.usd:,.0f} USD"
+    for shard in made.types:
+        sizes = [_gib(size) for size in (shard.memory * made.shards, shard.disk * made.shards, shard.peak)]
+        mark, each = ">" * (shard.factory == made.chosen), f"{shard.memory / shard.vectors:,.0f}"
+        rows.append([mark, shard.factory, each, *sizes, f"{shard.build_hours:,.2f}"])
     return "\n".join(
         [
             f"{made.model}: {made.dimension} dimensions; {made.passages:,} passages in shards={made.shards}",
-            f"Encoding: {made.tokens:,} tokens at {made.tokens_per_s:,.0f} per second and GPU "
-            f"({'assumed' if made.assumed else 'measured'}): {made.gpu_hours:,.1f} GPU hours{cost}",
             "",
             *aligned(rows),
             "",
@@ -214,7 +179,7 @@ def as_text(made: IndexPlan) -> str:
 
 
 def as_json(made: IndexPlan) -> str:
-    """Format the plan as JSON: bytes, hours, USD."""
+    """Format the plan as JSON: bytes, hours."""
     return json.dumps(asdict(made), indent=2)
 
 

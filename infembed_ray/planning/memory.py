@@ -88,13 +88,8 @@ class HeldActivations:
 class StepMemory:
     """Bytes on one GPU at one moment; the components add up.
 
-    Attributes:
-        parameters: as the forward pass reads them; under ZeRO-3 the worker's share and those gathered at once.
-        gradients, master: the worker's share, in fp32.
-        optimizer: Adam's moments.
-        activations: saved by autograd, and temporaries of the backward pass.
-        communication: buckets.
-        framework: memory outside the tensors, and losses of the allocator.
+    `parameters` are as the forward pass reads them, `gradients` and `master` the worker's fp32 share, `optimizer` Adam's moments,
+    `activations` those saved by autograd and the backward pass's temporaries, `framework` what is outside the tensors.
     """
 
     parameters: float = 0.0
@@ -118,9 +113,7 @@ def step_memory(
     config: Mapping[str, Any],
     backward_passes: int = 1,
 ) -> StepMemory:
-    """Memory of one GPU at the peak of a step, after the first step.
-
-    The peak is at the start or the end of the backward pass, or in the update. In between, gradients replace activations.
+    """Memory of one GPU at the peak of a step: at the start or the end of the backward pass, or in the update.
 
     Args:
         config: the DeepSpeed JSON.

@@ -7,9 +7,10 @@ is model FLOPs / (peak x MFU), with the FLOPs that activation checkpointing and 
 from __future__ import annotations
 
 import json
+import math
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import get_args
 
 import torch
 
+from infembed_ray.config.base import nearest
 from infembed_ray.config.planning import PlanTrainSettings
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
@@ -25,7 +27,6 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout
 from infembed_ray.modeling.tokenizer import Side
 from infembed_ray.planning.backbones import TOKENS_PER_WORD, load, stands_in
-from infembed_ray.planning.hardware import PlannedGpu
 from infembed_ray.planning.memory import (
     GIB,
     HeldActivations,
@@ -46,9 +47,16 @@ from infembed_ray.training import deepspeed_config, launch
 from infembed_ray.training.checkpoints.manager import CheckpointManager
 from infembed_ray.training.collate import Batch, collate, drawn, token_counts
 from infembed_ray.training.losses import Objective
-from infembed_ray.training.observability.flops import BackboneFlops
+from infembed_ray.training.observability.flops import BackboneFlops, peak_flops
 from infembed_ray.training.sources import Tally
 
+GPUS: Mapping[str, tuple[str, float]] = {
+    "a100-80g": ("NVIDIA A100-SXM4-80GB", 79.1),
+    "h100-80g": ("NVIDIA H100 80GB HBM3", 79.1),
+    "h200-141g": ("NVIDIA H200", 139.8),
+    "l40s-48g": ("NVIDIA L40S", 44.5),
+}
+"""Short name -> torch's name, and the GiB that the driver leaves to a process."""
 _SAMPLES = 4
 """Batches to count."""
 _SYNTHETIC = 512
@@ -102,6 +110,7 @@ class TrainPlan:
     """A training with the layout of its settings.
 
     Attributes:
+        gpu_memory: bytes that a GPU has.
         memory: bytes of a GPU at the peak of a step.
         start: bytes of a GPU while DeepSpeed loads the model.
         usd: of the whole run; None without a price.
@@ -109,7 +118,8 @@ class TrainPlan:
 
     model: str
     gpus: int
-    gpu: PlannedGpu
+    gpu: str
+    gpu_memory: float
     size: ModelSize
     work: StepWork
     memory: StepMemory
@@ -121,7 +131,7 @@ class TrainPlan:
     @property
     def fits(self) -> bool:
         """Whether a GPU has the memory."""
-        return max(self.memory.total, self.start) <= self.gpu.memory
+        return max(self.memory.total, self.start) <= self.gpu_memory
 
 
 def plan(settings: PlanTrainSettings) -> TrainPlan:
@@ -131,7 +141,9 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
         InputError: the settings do not fit each other, the model or the GPUs.
     """
     dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
-    gpu = PlannedGpu.of(settings, dtype)
+    if settings.gpu not in GPUS:
+        raise InputError.of("gpu", settings.gpu, "unknown GPU", nearest(settings.gpu, GPUS))
+    name, gib_of_gpu = GPUS[settings.gpu]
     settings = settings.model_copy(update={"gpus_per_worker": 1.0})
     deepspeed_config.check(settings)
     if settings.teacher is not None:
@@ -145,12 +157,13 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
     # GradCache repeats every forward pass but the last of a batch; checkpointing repeats each. A forward pass is a third.
     repeated = 1 - work.batches / work.passes if settings.grad_cache_tokens else 0.0
     repeated += settings.activation_checkpointing
-    seconds = work.flops * (1 + repeated / 3) / (gpu.peak * settings.mfu)
+    seconds = work.flops * (1 + repeated / 3) / ((peak_flops(name, dtype) or math.inf) * settings.mfu)
     hours, price = seconds * work.steps / 3600, settings.gpu_usd_per_hour
     return TrainPlan(
         model=settings.model,
         gpus=settings.workers,
-        gpu=gpu,
+        gpu=settings.gpu,
+        gpu_memory=gib_of_gpu * GIB,
         size=size,
         work=work,
         memory=memory,
@@ -306,14 +319,14 @@ def as_text(made: TrainPlan) -> str:
     remedy = "lower records_per_step, set grad_cache_tokens or activation_checkpointing, raise zero_stage or workers"
     return "\n".join(
         [
-            f"{made.model}: {size.parameters / 1e9:.3f} B parameters{trained}; {made.gpus} x {made.gpu.name}",
+            f"{made.model}: {size.parameters / 1e9:.3f} B parameters{trained}; {made.gpus} x {made.gpu}",
             f"batch of a GPU: {work.queries:.0f} queries, {work.passages:.0f} passages; "
             f"{work.tokens / work.batches:.0f} tokens ({work.slots / work.batches:.0f} with padding)",
             f"run: {work.steps} steps of {counted(work.batches, 'batch', 'batches')} of {work.records} records, "
             f"{work.flops * made.gpus / 1e12:.1f} model TFLOP per step",
             f"GiB of a GPU at the peak of a step: {', '.join(parts)}",
             f"memory: {made.memory.total / GIB:.1f} GiB at the peak, {made.start / GIB:.1f} GiB at the start, of "
-            f"{made.gpu.memory / GIB:.1f}: {'fits' if made.fits else f'does not fit; {remedy}'}",
+            f"{made.gpu_memory / GIB:.1f}: {'fits' if made.fits else f'does not fit; {remedy}'}",
             f"time: {made.step_seconds:.2f} s per step, {made.hours:.2f} h{cost}; set mfu from the log of a short run",
         ]
     )
@@ -348,26 +361,7 @@ def describe(settings: TrainSettings) -> Iterator[str]:
     weights = ModelSize.of(encoder, settings)
     yield f"model: {weights.parameters / 1e6:,.1f} M parameters, {weights.trained / 1e6:,.1f} M trained"
     without = "" if settings.teacher is None else ", without the teacher"
-    yield f"memory: about {gib(memory)} {memory_of(settings)} at the peak of a step{without}"
-    yield require_space_of_workers(step, _disk(settings, weights))
-
-
-def needs(settings: TrainSettings) -> tuple[int, float, float]:
-    """Check a training; return its steps, the memory of a step's peak and its disk, in bytes; InputError as the training."""
-    inputs = launch.resolve(settings)
-    encoder = launch.check_model(inputs.settings)
-    with tempfile.TemporaryDirectory() as directory:
-        rows, _, steps = launch.lay_out(settings, inputs, encoder, Path(directory))
-        memory = peak_memory(inputs.settings, encoder, rows)
-    return steps, memory, _disk(settings, ModelSize.of(encoder, settings))
-
-
-def memory_of(settings: TrainSettings) -> str:
-    """Name the memory that a training needs."""
-    return "of each GPU" if settings.gpus_per_worker else "of CPU memory for the tensors of each worker"
-
-
-def _disk(settings: TrainSettings, weights: ModelSize) -> float:
-    """Return the bytes that a training writes at most."""
+    of = "of each GPU" if settings.gpus_per_worker else "of CPU memory for the tensors of each worker"
+    yield f"memory: about {gib(memory)} {of} at the peak of a step{without}"
     states = settings.keep_last + settings.keep_best + 1
-    return _WEIGHT_BYTES * weights.parameters + states * _STATE_BYTES * weights.trained
+    yield require_space_of_workers(step, _WEIGHT_BYTES * weights.parameters + states * _STATE_BYTES * weights.trained)

@@ -22,9 +22,8 @@ from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.template import render
-from infembed_ray.planning.train import memory_of, needs
+from infembed_ray.planning.train import describe as describe_training
 from infembed_ray.progress import counted
-from infembed_ray.storage.dry_run import gib
 from infembed_ray.storage.places import address, place_of
 from infembed_ray.storage.steps import find_input
 from infembed_ray.training import deepspeed_config, sources
@@ -225,28 +224,25 @@ def untrained(train: TrainSettings, backbone: str) -> RetrieverSettings:
 def describe(settings: SweepSettings) -> Iterator[str]:
     """Check one training per row and backbone, and the evaluation of the first trial: the others differ by seed or row."""
     planned = trials(settings)
-    designs = {(t.row, t.model): t.train for t in planned if t.train is not None and t.seed == settings.seeds[0]}
+    designs = [t for t in planned if t.train is not None and t.seed == settings.seeds[0]]
     seeds = len(settings.seeds)
     yield f"output {settings.output}: finished trials are not repeated"
     yield f"trials: {len(planned):,}, of which {len(designs) * seeds:,} train ({counted(seeds, 'seed')} per row and model)"
     first = planned[0]
     model = first.untrained or first.train.model  # type: ignore[union-attr]
     evaluation = first.evaluate.model_copy(update={"models": {first.row: model}})
-    evaluation_inputs, *needed = check_all(
-        lambda: resolve_evaluation(evaluation, share_corpora=False),
-        *(partial(_needs, train, f"row {row}, {label}: ") for (row, label), train in designs.items()),
+    evaluation_inputs, *described = check_all(
+        lambda: resolve_evaluation(evaluation, share_corpora=False), *(partial(_described, trial) for trial in designs)
     )
-    if needed:
-        steps, memory, disk = zip(*needed, strict=True)
-        yield f"steps: {seeds * sum(steps):,} in all trainings"
-        yield f"memory: about {gib(max(memory))} {memory_of(settings.train)} at the peak of a step"
-        yield f"disk: about {gib(seeds * sum(disk))} for all checkpoints"
+    for trial, lines in zip(designs, described, strict=True):
+        yield from (f"{trial.name}: {line}" for line in lines if line.startswith(("steps", "memory", "disk")))
     yield from describe_tasks(evaluation_inputs)
     yield "{:,} queries and {:,} passages per trial".format(*evaluation_inputs.size)
 
 
-def _needs(train: TrainSettings, where: str) -> tuple[int, float, float]:
+def _described(trial: Trial) -> list[str]:
+    assert trial.train is not None
     try:
-        return needs(train)
+        return list(describe_training(trial.train))
     except InputError as error:
-        raise error.within(where) from error
+        raise error.within(f"row {trial.row}, {trial.model}: ") from error

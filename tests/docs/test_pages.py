@@ -177,10 +177,3 @@ def test_the_python_page_names_the_function_of_every_verb() -> None:
     for verb in (cli.VERBS | cli.MAINTENANCE).values():
         assert f"`{verb.function.replace(':', '.')}`" in page
         assert f"`config.{verb.settings_class.replace(':', '.')}`" in page
-
-
-@pytest.mark.parametrize("arguments", [["train", "learning_rat=1"], ["index", "versions"], ["plan", "tran"]])
-def test_a_wrong_command_would_be_found(arguments: list[str]) -> None:
-    with pytest.raises((ValueError, SystemExit)):
-        parsed = cli.parse(arguments)
-        settings_of(parsed).load(None, parsed.overrides)  # type: ignore[union-attr]
