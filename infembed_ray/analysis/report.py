@@ -63,23 +63,23 @@ def summarise(records: RecordSet, **findings: Any) -> Section:
 
 def as_text(report: Section) -> str:
     """Format the report as lines of a number and its meaning."""
-    found = report["funnel"]
-    headline = f"analyze: {found['kept']:,} records"
-    if found["seeds"] is not None:
-        lost = f"{found['rejected']:,} rejected, {found['dead_letter']:,} dead letters"
-        headline = f"analyze: {found['seeds']:,} seeds: {found['kept']:,} kept, {lost}"
+    counts = report["funnel"]
+    headline = f"analyze: {counts['kept']:,} records"
+    if counts["seeds"] is not None:
+        lost = f"{counts['rejected']:,} rejected, {counts['dead_letter']:,} dead letters"
+        headline = f"analyze: {counts['seeds']:,} seeds: {counts['kept']:,} kept, {lost}"
     return "\n".join([headline, *(f"{number:>11}  {meaning}" for number, meaning in _lines(report))])
 
 
 def _lines(report: Section) -> Iterator[tuple[str, str]]:
-    found, spent = report["funnel"], report["cost"]
-    if found["unaccounted"]:
-        yield f"{found['unaccounted']:,}", "seeds are neither kept, rejected nor dead letters: this output is damaged"
-    for name, losses in (("rejected", found["rejections"]), ("dead letters", found["errors"])):
+    counts, spent = report["funnel"], report["cost"]
+    if counts["unaccounted"]:
+        yield f"{counts['unaccounted']:,}", "seeds are neither kept, rejected nor dead letters: this output is damaged"
+    for name, losses in (("rejected", counts["rejections"]), ("dead letters", counts["errors"])):
         for loss in losses[:PRINTED]:
             yield f"{loss['rows']:,}", f"{name} at {loss['step']}: {loss['why']}"
-    if found["complements"]:
-        yield f"{found['complements_fit']:,}", f"of {found['complements']:,} complements passed"
+    if counts["complements"]:
+        yield f"{counts['complements_fit']:,}", f"of {counts['complements']:,} complements passed"
     for v in report["verdicts"]:
         yield f"{100 * v['right'] / v['judged']:.1f}", f"% pass the judge, {v['scenario']}"
     for d in report["duplicates"]:

@@ -109,9 +109,9 @@ def _exit_without_command(words: Sequence[str]) -> NoReturn:
     from infembed_ray.config.base import nearest
 
     seconds = [name.split()[1] for name in COMMANDS if name.startswith(f"{words[0]} ")]
-    known = seconds or [name for name in COMMANDS if " " not in name]
+    candidates = seconds or [name for name in COMMANDS if " " not in name]
     before, word = (f" {words[0]}", (*words, "")[1]) if seconds else ("", words[0])
-    print(f"infembed{before}: unknown verb {masked(word)}: {nearest(word, known)}", file=sys.stderr)
+    print(f"infembed{before}: unknown verb {masked(word)}: {nearest(word, candidates)}", file=sys.stderr)
     raise SystemExit(2)
 
 

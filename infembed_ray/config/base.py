@@ -261,5 +261,5 @@ def _faults(cls: type[Settings], invalid: Any) -> Iterator[Fault]:
 
 def _tagged(tag: str, root: type[Settings] = Settings) -> type[Settings] | None:
     """Return the settings class of a union's tag `<class name>`; None for other parts of a location."""
-    found = (cls if tag == f"<{cls.__name__}>" else _tagged(tag, cls) for cls in root.__subclasses__())
-    return next(filter(None, found), None)
+    matches = (cls if tag == f"<{cls.__name__}>" else _tagged(tag, cls) for cls in root.__subclasses__())
+    return next(filter(None, matches), None)

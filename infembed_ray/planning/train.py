@@ -26,7 +26,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout
 from infembed_ray.modeling.tokenizer import Side
-from infembed_ray.planning.backbones import TOKENS_PER_WORD, load, stands_in
+from infembed_ray.planning.backbones import VOCABULARY, load
 from infembed_ray.planning.memory import (
     GIB,
     HeldActivations,
@@ -151,7 +151,9 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
             "teacher", settings.teacher, "is not planned for", "leave it out, and reserve its fp32 weights on every GPU"
         )
     encoder = load(settings)
-    work = step_work(settings, encoder, torch.device("cuda"), dtype, synthetic(settings), settings.epoch_records)
+    work = step_work(
+        settings, encoder, torch.device("cuda"), dtype, synthetic(settings, encoder), settings.epoch_records
+    )
     size = ModelSize.of(encoder, settings)
     memory = with_framework(tensor_memory(settings, work, size, saved_bytes(encoder, dtype)))
     # GradCache repeats every forward pass but the last of a batch; checkpointing repeats each. A forward pass is a third.
@@ -293,16 +295,17 @@ def _tokens(layout: Layout) -> int:
     return layout.input_ids.numel() if layout.attention_mask is None else layout.tokens.numel()
 
 
-def synthetic(settings: PlanTrainSettings) -> list[Record]:
+def synthetic(settings: PlanTrainSettings, encoder: InstructionEncoder) -> list[Record]:
     """Return records of random words for two batches or more; lengths are log-normal around the means of `tokens`."""
     rng = random.Random(settings.seed)
-    tokens_per_word = 1.0 if stands_in(settings.model) else TOKENS_PER_WORD
+    some = " ".join(f"w{31 * n % VOCABULARY}" for n in range(128))
+    tokens_per_word = len(encoder.tokenizer(some, add_special_tokens=False)["input_ids"]) / 128
     tokens = sum(settings.tokens[kind] for kind in _LENGTHS.values())
     number = max(_SYNTHETIC, 2 * settings.records_per_step, 2 * (settings.tokens_per_step or 0) // tokens)
 
     def text(mean: int) -> str:
         length = mean / tokens_per_word * rng.lognormvariate(-(_SPREAD**2) / 2, _SPREAD)
-        return " ".join(f"w{rng.randrange(4096)}" for _ in range(max(1, round(length))))
+        return " ".join(f"w{rng.randrange(VOCABULARY)}" for _ in range(max(1, round(length))))
 
     return [
         Record(id=str(n), **{column: text(settings.tokens[kind]) for column, kind in _LENGTHS.items()})

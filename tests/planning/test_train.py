@@ -29,7 +29,8 @@ def made(**settings):
 
 def work_of(**given):
     settings = PlanTrainSettings.from_mapping({"workers": 1, **given})
-    return step_work(settings, load(settings), *CPU, synthetic(settings), settings.epoch_records)
+    encoder = load(settings)
+    return step_work(settings, encoder, *CPU, synthetic(settings, encoder), settings.epoch_records)
 
 
 @pytest.fixture(scope="module")

@@ -73,11 +73,11 @@ def test_tasks_are_expanded_and_own_ones_are_absolute(values, tmp_path, monkeypa
 def test_relative_paths_are_resolved_by_the_driver(values, monkeypatch):
     here = Path(values["train"]["records"]).parent
     monkeypatch.chdir(here)
-    evaluate = {"records": "records.jsonl", "reworded": "records.jsonl"}
+    evaluate = {"records": "records.jsonl", "distractors": "records.jsonl"}
     relative = {"train": {"records": "records.jsonl"}, "evaluate": evaluate, "output": "output"}
     made = trials(SweepSettings.from_mapping(values | relative | {"models": {"one": "model"}}))
     for trial in made:
-        assert Path(trial.evaluate.records) == Path(trial.evaluate.reworded) == here / "records.jsonl"
+        assert Path(trial.evaluate.records) == Path(trial.evaluate.distractors) == here / "records.jsonl"
         assert Path(trial.evaluate.output).is_relative_to(here)
         assert Path((trial.untrained or trial.train).model) == here / "model"
         assert Path(trial.evaluate.embeddings) == here / "output" / "embeddings"
