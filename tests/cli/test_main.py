@@ -108,10 +108,10 @@ def test_help_has_required_settings_first_and_sections_last(capsys):
         "  output ",
         "other settings:",
         "  epochs ",
-        "\nlora: ",
+        "\nlora ",
     ]
     assert sorted(parts, key=shown.index) == parts
-    assert re.search(r"^  lora\.rank  .*\(default 16, minimum 1\)$", shown, re.MULTILINE)
+    assert re.search(r"^  lora\.rank  .*default 16, minimum 1\)$", shown, re.MULTILINE)
     assert re.search(r"^  label_smoothing  .*minimum 0, below 1\)$", shown, re.MULTILINE)
 
 

@@ -20,12 +20,7 @@ from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingReque
 from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.autoscaler_pb2 import ResourceRequestByCount
 
-from infembed_ray.config.evaluation import EvaluateSettings
-from infembed_ray.config.retrieval import IndexSettings
-from infembed_ray.config.training import TrainSettings
-
 ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "jobs" / "configs"
 AWS, GCP, LOCAL = "cluster.yaml", "jobs/clusters/gcp.yaml", "jobs/clusters/on-premises.yaml"
 MACHINES = {  # from the clouds' pages of machine types
     "m6i.4xlarge": {"CPU": 16},
@@ -99,19 +94,6 @@ def test_plain_tasks_start_cpu_nodes_and_never_gpu_nodes(name):
 def test_spot_comes_first_and_on_demand_when_the_cloud_has_none(name, unavailable, pool):
     added, unmet = launched(name, [{"CPU": 8, "GPU": 1}] * 8, unavailable)
     assert (added.get(pool), unmet) == (1, 0)
-
-
-def test_the_jobs_configs_get_the_gpus_that_they_request():
-    train = TrainSettings.load(str(CONFIGS / "train.yaml"))
-    demands = [[{"CPU": train.cpus_per_worker, "GPU": train.gpus_per_worker}] * train.workers]
-    for settings in (
-        EvaluateSettings.load(str(CONFIGS / "evaluate.yaml")),
-        IndexSettings.load(str(CONFIGS / "index.yaml")),
-    ):
-        demands.append([{"CPU": 1, "GPU": settings.gpus_per_actor}] * settings.actors)
-    for demand in demands:
-        added, unmet = launched(AWS, demand)
-        assert (added["a100-spot"], unmet) == (1, 0)
 
 
 @pytest.mark.parametrize("name", [AWS, GCP])
