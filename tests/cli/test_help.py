@@ -45,7 +45,7 @@ def shown(capsys: pytest.CaptureFixture[str], command: str) -> list[str]:
         ("synthesize --help judge", r"judge\.model .* \(text, default o4-mini\)"),
         ("synthesize --help generator.model", r"generator\.model .* \(text, default gpt-4o-mini\)"),
         ("synthesize --help steps", r"steps\.LABEL\.model .* \(text, required\)"),
-        ("evaluate --help models.mine", r"models\.LABEL\.bm25 .* Bm25.*"),
+        ("evaluate --help models.mine", r"models\.LABEL\.bm25 .*\(Bm25.*"),
         ("evaluate --help models.mine.pair", r"models\.LABEL\.pair .*"),
     ],
 )
