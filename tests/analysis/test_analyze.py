@@ -38,14 +38,6 @@ def test_the_report_of_a_synthesis_output_is_published_and_printed(tmp_path, cap
     assert ["4.25", "p99 latency of the requests (s)"] in printed
 
 
-def test_a_second_run_does_nothing(tmp_path, capsys):
-    wanted = settings(tmp_path, publish(tmp_path / "synthesis"))
-    first = run(wanted)
-    capsys.readouterr()
-    again = run(wanted)
-    assert (again.fresh, again.path, capsys.readouterr().out) == (False, first.path, "")
-
-
 def test_records_from_elsewhere_are_reported_without_a_funnel(tmp_path, capsys):
     file = tmp_path / "records.jsonl"
     file.write_text("".join(json.dumps(vars(record(name))) + "\n" for name in "ab"))

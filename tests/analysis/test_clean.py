@@ -57,11 +57,6 @@ def test_the_records_that_stay_keep_their_order_and_provenance(tmp_path, capsys)
     assert "1  records removed: near-duplicate" in capsys.readouterr().out
 
 
-def test_without_clean_no_records_are_published(tmp_path):
-    published = run(AnalyzeSettings(records=str(publish(tmp_path / "synthesis")), output=str(tmp_path / "report")))
-    assert not (published.path / "records.parquet").exists()
-
-
 def test_nothing_left_is_refused(tmp_path):
     source = publish(tmp_path / "synthesis")
     everything = write_jsonl(tmp_path / "eval.jsonl", [{"text": f"Query of {name}"} for name in "abc"])

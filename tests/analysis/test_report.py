@@ -138,13 +138,6 @@ def test_the_page_omits_unknown_values(tmp_path, rows):
     assert "None" not in page(tmp_path, rows)[1].text
 
 
-def test_topics_and_sources_are_those_of_the_kept_records(tmp_path):
-    rows = Rows([*ROWS.kept, kept("x", source="elsewhere")], ROWS.rejected, ROWS.dead_letter)
-    summary = summarise(records_of(tmp_path, rows))
-    assert list(summary["topics"].items()) == [("tea", 2), ("bread", 1)]
-    assert list(summary["sources"].items()) == [("sample", 3), ("elsewhere", 1)]
-
-
 def embedded(html):
     """The rows of a page's script."""
     (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
