@@ -94,12 +94,6 @@ def test_similarity_is_the_matrix_of_cosines_as_in_sentence_transformers(first, 
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-def test_similarity_of_a_zero_vector_is_zero_and_other_dimensions_are_refused():
-    assert (InstructionEncoder.similarity(np.zeros(4), np.ones(4)) == 0).all()
-    with pytest.raises(InputError, match=r"^embeddings2: 3 dimensions, and embeddings1 have 4; encode both"):
-        InstructionEncoder.similarity(np.ones((2, 4)), np.ones((2, 3)))
-
-
 @pytest.mark.parametrize(
     ("queries", "instructions", "counts"),
     [
