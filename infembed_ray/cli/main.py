@@ -101,18 +101,13 @@ def _run_verb(options: argparse.Namespace) -> None:
     from infembed_ray.storage.steps import Published
 
     verb = (VERBS | MAINTENANCE)[options.verb]
-    try:
-        settings = verb.settings.load(options.config, options.overrides)
-        if _shown(options, settings):
-            return
-        if getattr(options, "dry_run", False):
-            return _dry_run(options, verb, settings)
-        settings = load("storage.releases:resolved")(settings)
-        load("storage.steps:require_inputs")(settings)
-    except InputError:
-        if os.environ.get("RANK", "0") != "0":  # under torchrun, only the first process prints the error
-            raise SystemExit(2) from None
-        raise
+    settings = verb.settings.load(options.config, options.overrides)
+    if _shown(options, settings):
+        return
+    if getattr(options, "dry_run", False):
+        return _dry_run(options, verb, settings)
+    settings = load("storage.releases:resolved")(settings)
+    load("storage.steps:require_inputs")(settings)
     if options.verb == "serve":
         from infembed_ray.serving import startup
 

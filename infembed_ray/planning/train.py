@@ -11,7 +11,6 @@ import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import get_args
@@ -19,7 +18,7 @@ from typing import get_args
 import torch
 
 from infembed_ray.config.planning import PlanTrainSettings
-from infembed_ray.config.training import Offload, TrainSettings
+from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout
@@ -42,19 +41,13 @@ from infembed_ray.records.tuples import TrainingRecord
 from infembed_ray.storage.dry_run import gib, require_space_of_workers, state
 from infembed_ray.storage.steps import STATES
 from infembed_ray.training import deepspeed_config, launch, sources
-from infembed_ray.training.checkpoints.manager import CheckpointManager
-from infembed_ray.training.collate import Batch, collate, drawn, token_counts
+from infembed_ray.training.checkpoints.manager import KEEP_LAST, CheckpointManager
+from infembed_ray.training.collate import Batch, collate, drawn
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.observability.flops import BackboneFlops
 from infembed_ray.training.sources import Tally
 
-_CPU = Offload(optimizer="cpu")
-_LAYOUTS = (
-    *((stage, Offload()) for stage in (2, 3, 1, 0)),
-    (2, _CPU),
-    (3, _CPU),
-    (3, Offload(optimizer="cpu", parameters="cpu")),
-)
+_LAYOUTS = ((2, None), (3, None), (1, None), (0, None), (2, "optimizer"), (3, "optimizer"), (3, "all"))
 """ZeRO stage and offload, preferred ones first: ZeRO-2 sends least, and offload goes over the host's bus in every step."""
 _SAMPLES = 4
 """Batches to count."""
@@ -84,7 +77,7 @@ class StepWork:
         queries, passages: texts of a batch; `own`: queries of the records themselves, without drawn negatives.
         slots, tokens: positions of a step with and without padding; a shared prefix counts once.
         graph_slots: most positions whose graphs exist at once.
-        passes, batches: forward passes and batches of a step.
+        passes: forward passes of a step.
         flops: model FLOPs of a step, forward and backward.
         steps: of the whole run.
         records: of a batch, all workers together; `whole_epoch`: these are all records there are.
@@ -97,7 +90,6 @@ class StepWork:
     tokens: float
     graph_slots: int
     passes: float
-    batches: int
     flops: float
     steps: int
     records: int
@@ -115,7 +107,7 @@ class TrainLayout:
     """
 
     zero_stage: int
-    offload: dict[str, str]
+    offload: str | None
     activation_checkpointing: bool
     memory: StepMemory
     start: float
@@ -126,8 +118,8 @@ class TrainLayout:
     def overrides(self) -> str:
         """The layout as settings on a command line."""
         checkpointing = f"activation_checkpointing={str(self.activation_checkpointing).lower()}"
-        offload = [f"offload.{what}={place}" for what, place in self.offload.items()]
-        return " ".join([f"zero_stage={self.zero_stage}", checkpointing, *offload])
+        offload = f" offload={self.offload}" if self.offload else ""
+        return f"zero_stage={self.zero_stage} {checkpointing}{offload}"
 
 
 @dataclass(frozen=True)
@@ -168,15 +160,11 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
     gpu = PlannedGpu.of(settings, dtype)
     settings = settings.model_copy(update={"gpus_per_worker": 1.0})
     deepspeed_config.check(settings)
-    if settings.teacher is not None:
-        raise InputError(
-            f"teacher={settings.teacher}: is not planned for; leave it out, and reserve its fp32 weights on every GPU"
-        )
     encoder = load(settings)
     work = step_work(settings, encoder, settings.workers, torch.device("cuda"), dtype)
     size, saved = ModelSize.of(encoder, settings), saved_bytes(encoder, dtype)
     ways = [way for checkpointing in (False, True) for way in _allowed(settings, checkpointing)]
-    ways.sort(key=lambda way: way.offload != Offload())  # offload costs more than recomputation
+    ways.sort(key=lambda way: way.offload is not None)  # offload costs more than recomputation
     layouts = [_layout(way, work, size, saved, gpu) for way in ways]
     return TrainPlan(
         settings.model,
@@ -208,8 +196,7 @@ def _allowed(settings: PlanTrainSettings, checkpointing: bool) -> Iterator[PlanT
 
 def _choice(settings: TrainSettings) -> tuple[object, ...]:
     """Return what distinguishes layouts."""
-    offload = settings.offload
-    return settings.zero_stage, settings.activation_checkpointing, offload.optimizer, offload.parameters
+    return settings.zero_stage, settings.activation_checkpointing, settings.offload
 
 
 def _layout(
@@ -218,13 +205,12 @@ def _layout(
     memory = _with_framework(tensor_memory(settings, work, size, saved, settings.workers))
     start = start_memory(size, settings.workers, deepspeed_config.deepspeed_config(settings), memory.framework)
     needs = (("at a step's peak", memory.total), ("at the start", start))
-    offload = {"optimizer": settings.offload.optimizer, "parameters": settings.offload.parameters}
-    # GradCache repeats every forward pass but the last of a batch; checkpointing repeats each. A forward pass is a third.
-    repeated = 1 - work.batches / work.passes if settings.grad_cache_tokens else 0.0
+    # GradCache repeats every forward pass but the last; checkpointing repeats each. A forward pass is a third.
+    repeated = 1 - 1 / work.passes if settings.grad_cache_tokens else 0.0
     repeated += settings.activation_checkpointing
     return TrainLayout(
         zero_stage=settings.zero_stage,
-        offload={what: place for what, place in offload.items() if place},
+        offload=settings.offload,
         activation_checkpointing=settings.activation_checkpointing,
         memory=memory,
         start=start,
@@ -248,7 +234,7 @@ def tensor_memory(
     held = HeldActivations(work.graph_slots * saved.token, layer)
     if settings.activation_checkpointing:
         held = HeldActivations(work.graph_slots * saved.checkpointed, 2 * layer)
-    passes = round(work.passes) if settings.grad_cache_tokens else work.batches
+    passes = round(work.passes) if settings.grad_cache_tokens else 1
     return step_memory(size, held, workers, deepspeed_config.deepspeed_config(settings), passes)
 
 
@@ -291,13 +277,17 @@ def step_work(
     own = _existing_records(settings) if own is None else own
     number = settings.epoch_records if own is None else len(own)
     records = _synthetic(settings, _SYNTHETIC) if own is None else own
-    per_step = _records_per_step(settings, encoder, records)
-    per_batch = _records_per_batch(settings, per_step, number, workers)
-    if own is None and 2 * per_batch > len(records):
-        records = _synthetic(settings, 2 * per_batch)
+    per_step = min(settings.records_per_step, number)  # as the sampler does
+    if per_step < workers:
+        raise InputError(
+            f"records_per_step={settings.records_per_step}: {per_step} records a step leave some of the {workers} GPUs "
+            "without any; set more, or fewer nodes"
+        )
+    if own is None and 2 * per_step > len(records):
+        records = _synthetic(settings, 2 * per_step)
     encoder.train()
     budget = settings.grad_cache_tokens or _ONE_PASS
-    batches = list(_batches(settings, encoder, records, per_batch, workers))
+    batches = list(_batches(settings, encoder, records, per_step, workers))
     passes = [
         [
             layout
@@ -316,15 +306,14 @@ def step_work(
         queries=fmean(len(batch.queries) for batch in batches),
         own=len(set(batches[0].own)),
         passages=len(batches[0].passages),
-        slots=settings.accumulation * fmean(map(sum, slots)),
-        tokens=settings.accumulation * fmean(sum(map(_tokens, of_batch)) for of_batch in passes),
+        slots=fmean(map(sum, slots)),
+        tokens=fmean(sum(map(_tokens, of_batch)) for of_batch in passes),
         graph_slots=max(map(max if settings.grad_cache_tokens else sum, slots)),
-        passes=settings.accumulation * fmean(map(len, slots)),
-        batches=settings.accumulation,
-        flops=settings.accumulation * flops,
-        steps=settings.epochs * -(-number // per_step),
-        records=per_batch,
-        whole_epoch=per_batch * settings.accumulation < per_step,
+        passes=fmean(map(len, slots)),
+        flops=flops,
+        steps=settings.epochs * -(-number // settings.records_per_step),
+        records=per_step,
+        whole_epoch=per_step < settings.records_per_step,
     )
 
 
@@ -342,7 +331,6 @@ def _batches(
             0,
             objective,
             instruction_negatives=settings.instruction_negatives,
-            shared_instructions=settings.shared_instructions,
             iq_negatives=settings.iq_negatives,
             seed=str(n),
         )
@@ -351,29 +339,6 @@ def _batches(
 def _tokens(layout: Layout) -> int:
     """Tokens of a layout; a shared prefix counts once."""
     return layout.input_ids.numel() if layout.attention_mask is None else layout.tokens.numel()
-
-
-def _records_per_step(
-    settings: PlanTrainSettings, encoder: InstructionEncoder, records: Sequence[TrainingRecord]
-) -> int:
-    if settings.tokens_per_step is None:
-        return settings.records_per_step
-    return max(
-        1,
-        round(
-            settings.tokens_per_step / fmean(token_counts(encoder, list(islice(records, 256)), settings.hard_negatives))
-        ),
-    )
-
-
-def _records_per_batch(settings: PlanTrainSettings, per_step: int, number: int, workers: int) -> int:
-    per_batch = min(-(-per_step // settings.accumulation), number)  # as the sampler does
-    if per_batch < workers:
-        raise InputError(
-            f"records_per_step={settings.records_per_step}: {per_batch} records a batch leave some of the {workers} "
-            "GPUs without any; set more, or fewer nodes"
-        )
-    return per_batch
 
 
 def _existing_records(settings: PlanTrainSettings) -> list[TrainingRecord] | None:
@@ -418,10 +383,10 @@ def as_text(train_plan: TrainPlan) -> str:
         f"{train_plan.model}: {size.parameters / 1e9:.3f} B parameters"
         + (f", {size.trained / 1e6:.1f} M trained" if size.trained < size.parameters else "")
         + f", {train_plan.precision}; {train_plan.gpus} x {train_plan.gpu.name}",
-        f"per batch and GPU: {work.own} instruction-query texts + {work.queries - work.own:.0f} for negatives, "
-        f"{work.passages} passages; {work.tokens / work.batches:.0f} tokens ({work.slots / work.batches:.0f} with padding), "
-        f"{work.passes / work.batches:.0f} passes, at most {work.graph_slots} tokens with graphs",
-        f"run: {work.steps} steps of {work.batches} batch{'es' * (work.batches > 1)} of {work.records} records"
+        f"per step and GPU: {work.own} instruction-query texts + {work.queries - work.own:.0f} for negatives, "
+        f"{work.passages} passages; {work.tokens:.0f} tokens ({work.slots:.0f} with padding), "
+        f"{work.passes:.0f} passes, at most {work.graph_slots} tokens with graphs",
+        f"run: {work.steps} steps of {work.records} records"
         f"{' (all there are)' * work.whole_epoch}, {work.flops * train_plan.gpus / 1e12:.1f} model TFLOP per step",
         "",
         *aligned([list(rows[0]), *(list(row.values()) for row in rows)]),
@@ -451,7 +416,7 @@ def _columns(train_plan: TrainPlan, number: int) -> dict[str, str]:
     return {
         "": ">" * (number == train_plan.chosen) + "*" * (number == train_plan.as_set),
         "zero": str(layout.zero_stage),
-        "offload": "+".join(what[:5] for what in layout.offload) or "-",
+        "offload": layout.offload or "-",
         "ckpt": "yes" if layout.activation_checkpointing else "no",
         **{heading: f"{getattr(layout.memory, name) / GIB:.1f}" for heading, name in _COMPONENTS.items()},
         "total": f"{layout.memory.total / GIB:.1f}",
@@ -484,21 +449,20 @@ def describe(settings: TrainSettings) -> Iterator[str]:
     encoder = launch.check_model(inputs.settings)
     with tempfile.TemporaryDirectory() as directory:  # a copy of the records, as the run makes it
         tallies: dict[str, Tally] = {}
-        rows, sampler, steps = launch.lay_out(settings, inputs, encoder, Path(directory), tallies)
+        rows, sampler = launch.lay_out(settings, inputs, Path(directory), tallies)
         output = {"output": step.remote.uri} if step.remote else {}
         resumed = inputs.settings.model_copy(update=output)
         done = CheckpointManager(step.partial / STATES, resumed, sampler).require_resumable()
         for name, tally in tallies.items():
             yield f"{name.removesuffix('.path')}: {tally.describe(inputs.files[name])}"
         yield (
-            f"steps: {-(-steps // settings.epochs):,} per epoch, {steps:,} in {counted(settings.epochs, 'epoch')}, on "
+            f"steps: {sampler.steps_per_epoch:,} per epoch, {sampler.steps:,} in {counted(settings.epochs, 'epoch')}, on "
             f"{counted(settings.workers, 'worker')}" + (f"; {done:,} are done" if done else "")
         )
         memory = peak_memory(inputs.settings, encoder, rows)
     weights = ModelSize.of(encoder, settings)
     yield f"model: {weights.parameters / 1e6:,.1f} M parameters, {weights.trained / 1e6:,.1f} M trained"
-    without = "" if settings.teacher is None else ", without the teacher"
-    yield f"memory: about {gib(memory.total)} {memory_of(settings)} at the peak of a step{without}"
+    yield f"memory: about {gib(memory.total)} {memory_of(settings)} at the peak of a step"
     yield require_space_of_workers(step, _disk(settings, weights))
 
 
@@ -507,9 +471,9 @@ def needs(settings: TrainSettings) -> tuple[int, float, float]:
     inputs = launch.resolve(settings)
     encoder = launch.check_model(inputs.settings)
     with tempfile.TemporaryDirectory() as directory:
-        rows, _, steps = launch.lay_out(settings, inputs, encoder, Path(directory))
+        rows, sampler = launch.lay_out(settings, inputs, Path(directory))
         memory = peak_memory(inputs.settings, encoder, rows).total
-    return steps, memory, _disk(settings, ModelSize.of(encoder, settings))
+    return sampler.steps, memory, _disk(settings, ModelSize.of(encoder, settings))
 
 
 def memory_of(settings: TrainSettings) -> str:
@@ -519,5 +483,5 @@ def memory_of(settings: TrainSettings) -> str:
 
 def _disk(settings: TrainSettings, weights: ModelSize) -> float:
     """Return the bytes that a training writes at most."""
-    states = settings.keep_last + settings.keep_best + 1
+    states = KEEP_LAST + (settings.validation is not None) + 1
     return _WEIGHT_BYTES * weights.parameters + states * _STATE_BYTES * weights.trained

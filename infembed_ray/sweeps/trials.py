@@ -30,7 +30,6 @@ from infembed_ray.storage.places import Place, address, fingerprint_files, place
 from infembed_ray.storage.steps import Step, find_input, fingerprint
 from infembed_ray.training import deepspeed_config, sources
 from infembed_ray.training.losses import Objective
-from infembed_ray.training.validation import held_out_files
 
 EMBEDDINGS = "embeddings"
 """Folder in the output with the corpus embeddings that all evaluations share."""
@@ -140,11 +139,9 @@ def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str,
         names[f"evaluate.tasks.{task}"] = _fingerprint_of(catalogue.files(task, settings.evaluate.data))
     models = {f"models.{label}": model for label, model in settings.models.items()}
     trainings = [trial.train for trial in planned if trial.train is not None]
-    teachers = dict.fromkeys(train.teacher for train in trainings if train.teacher is not None)
-    models |= {f"train.teacher ({n})": teacher for n, teacher in enumerate(teachers, start=1)}
-    held_out = dict.fromkeys(train.validation for train in trainings if train.validation is not None)
-    for n, validation in enumerate(held_out, start=1):
-        files |= {f"train.validation.{name} ({n})": file for name, file in held_out_files(validation).items()}
+    held_out = dict.fromkeys(train.validation.records for train in trainings if train.validation is not None)
+    for n, records in enumerate(held_out, start=1):
+        files[f"train.validation.records ({n})"] = find_input(records, "validation.records")
     for name, model in models.items():
         checkpoint = locate(model, name)
         files |= checkpoint.inputs
@@ -229,16 +226,12 @@ def _design(settings: SweepSettings, row: str, change: dict[str, Any]) -> TrainS
     try:
         Objective.from_settings(train)
         deepspeed_config.check(train)
-        if train.teacher is not None:
-            update["teacher"] = locate(train.teacher, "teacher").path
         if train.validation is not None:
-            paths = {name: getattr(train.validation, name) for name in held_out_files(train.validation)}
-            absolute = {name: _absolute(path) for name, path in paths.items()}
-            update["validation"] = train.validation.model_copy(update=absolute)
+            find_input(train.validation.records, "validation.records")
+            absolute = _absolute(train.validation.records)
+            update["validation"] = train.validation.model_copy(update={"records": absolute})
     except InputError as error:
         raise InputError(f"row {row}: {error}") from error
-    if train.offload.nvme_path is not None:
-        update["offload"] = train.offload.model_copy(update={"nvme_path": _absolute(train.offload.nvme_path)})
     return train.model_copy(update=update)
 
 

@@ -55,7 +55,7 @@ def test_32b_trains_on_32_gpus():
     made = plan(PlanTrainSettings.from_mapping(SEVEN_B | {"model": "Qwen/Qwen2.5-32B", "workers": 32}))
     assert made.size.parameters == pytest.approx(32e9, rel=0.02)
     best = made.layouts[made.chosen]
-    assert (best.zero_stage, best.offload) == (3, {})
+    assert (best.zero_stage, best.offload) == (3, None)
 
 
 @pytest.mark.integration
@@ -151,26 +151,13 @@ def test_negatives_add_the_texts_that_the_objective_says():
 
 
 @pytest.mark.integration
-def test_gradcache_bounds_the_graphs_and_accumulation_divides_them():
+def test_gradcache_bounds_the_graphs():
     base = {"model": "Qwen/Qwen2.5-1.5B", "records_per_step": 16}
     whole = of(PlanTrainSettings(**base))
     chunked = of(PlanTrainSettings(**base, grad_cache_tokens=1024))
-    halves = of(PlanTrainSettings(**base, accumulation=2))
     assert chunked.graph_slots <= 1024 < whole.graph_slots
     assert chunked.passes > whole.passes == 2
-    assert halves.graph_slots < 0.7 * whole.graph_slots
-    assert (whole.steps, halves.steps) == (2 * -(-38_759 // 16),) * 2
-
-
-@pytest.mark.integration
-def test_as_many_records_are_made_up_as_a_batch_of_tokens_needs():
-    tokens = (4, 2, 4)
-    base = {"model": "intfloat/e5-base-v2", "tokens": tokens, "objective": "uni{P}"}
-    few, many = (of(PlanTrainSettings(**base, tokens_per_step=n), workers=16) for n in (24_000, 96_000))
-    assert few.records > 512  # fewer are made up where that is enough
-    assert many.records == pytest.approx(4 * few.records, abs=4)
-    assert many.graph_slots > 3 * few.graph_slots
-    assert not many.whole_epoch
+    assert whole.steps == 2 * -(-38_759 // 16)
 
 
 def test_a_batch_holds_no_more_than_there_is():

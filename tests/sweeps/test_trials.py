@@ -125,15 +125,12 @@ def test_input_of_every_row_is_part_of_the_identity(values, monkeypatch):
     reworded = here / "reworded.jsonl"
     reworded.write_text(json.dumps(vars(record(0))) + "\n")
     rows = {
-        "stopped": {"validation": {"records": "held-out.jsonl", "distractors": "records.jsonl"}},
-        "taught": {"teacher": "model", "offload": {"nvme_path": "disk"}},
+        "stopped": {"validation": {"records": "held-out.jsonl"}},
     }
     evaluate = values["evaluate"] | {"reworded": "reworded.jsonl"}
     settings = SweepSettings.from_mapping(values | {"variants": rows, "seeds": [1], "evaluate": evaluate})
     made = {t.row: t.train for t in trials(settings) if t.model == "one"}
     assert made["stopped"].validation.records == str(held_out)
-    assert made["stopped"].validation.distractors == str(here / "records.jsonl")
-    assert (made["taught"].teacher, made["taught"].offload.nvme_path) == (str(here / "model"), str(here / "disk"))
     assert made["uni{P}"].validation is None
 
     def identity():
