@@ -1,10 +1,7 @@
 """Model directories: find, describe, load, write and fingerprint them.
 
-A checkpoint is a sentence-transformers directory: `SentenceTransformer(path)` gives the same embeddings.
-`infembed.json` in it has what that format cannot hold: template, interaction and lengths. Separate encoders of queries
-and passages are the two routes of a sentence-transformers `Router`.
-
-Only the functions that load a model or ask the hub import torch and transformers, which take seconds.
+A checkpoint is a sentence-transformers directory, with template, interaction and lengths in `infembed.json`. Only the
+functions that load a model or ask the hub import torch and transformers, which take seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Late interaction: MaxSim over the token vectors of an encoder (ColBERT, arXiv 2004.12832), without further training.
 
-    score = mean over the tokens of the query of the largest cosine with a token of the passage
-
-The query's tokens are those of the instruction and the query as the encoder reads them, special tokens included.
+score = mean over the tokens of instruction and query of the largest cosine with a token of the passage
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Model card (README.md) of a checkpoint: training data, settings, use and licence.
-
-It contains no path of the training machine.
-"""
+"""Model card (README.md) of a checkpoint: training data, settings, use and licence; no path of the training machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`infembed export`: write a checkpoint as an ONNX graph, from token ids to unit vectors.
 
-Backbone, pooling and normalisation are in the graph, so every runtime gives the same embeddings. torch's TorchScript
-exporter gives the same graph as the newer one in a third of the time, and needs no onnxscript.
+Backbone, pooling and normalisation are in the graph. torch's TorchScript exporter needs no onnxscript.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 No other module calls `from_pretrained` or `from_config` of these libraries. transformers asks on the terminal whether to run
 the code of a model, initializes missing weights at random, and only warns; here both are errors.
-
-torch and the libraries are imported by the functions, because they take seconds.
 """
 
 from __future__ import annotations

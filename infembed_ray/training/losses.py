@@ -33,7 +33,7 @@ from infembed_ray.errors import InputError
 Kind = Literal["uni", "multi", "nce"]
 
 MOST_JOINT_TEXTS = 1024
-"""Limit of a micro-batch of `nce{PIQ}`: 16 records have 32 x 32 joint texts, and 48 rows with 48 ** 3 scores each."""
+"""Limit of a step of `nce{PIQ}`: 16 records have 32 x 32 joint texts, and 48 rows with 48 ** 3 scores each."""
 
 
 @dataclass(frozen=True)

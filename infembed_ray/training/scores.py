@@ -31,7 +31,7 @@ def score_batch(objective: Objective, batch: Batch, queries: Tensor, passages: T
     """Compute the similarities of a batch and mask its in-batch negatives (paper, section 5.2).
 
     Passages and (instruction, query) pairs are those of all workers. A candidate is a negative of a row unless the tuple
-    that it forms is a known positive: a tuple of the micro-batch, on any worker, with equal tokens. So a passage is not a
+    that it forms is a known positive: a tuple of the step, on any worker, with equal tokens. So a passage is not a
     negative of an instruction and query that it answers in another row, nor is a pair of another row with the same
     passage, nor an instruction for which another row has the same query and passage. For `nce{PIQ}`, every tuple but the
     row's own is a negative, as in Eq. 1. The hard negatives of all rows are candidates wherever passages are, after the
@@ -39,7 +39,7 @@ def score_batch(objective: Objective, batch: Batch, queries: Tensor, passages: T
 
     Args:
         objective: Objective, whose variables decide the candidates.
-        batch: This worker's share of the micro-batch.
+        batch: This worker's share of the step.
         queries: (n, d) unit vectors of `batch.queries`.
         passages: (m, d) unit vectors of `batch.passages`.
     """

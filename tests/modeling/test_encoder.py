@@ -233,16 +233,6 @@ def test_decoders_pool_the_last_token_and_encoders_the_mean_by_default(backbone_
     assert (saved.pooling, saved.text.template) == ("mean", "query_first")
 
 
-@pytest.mark.parametrize("family", ["minilm", *FAMILIES])
-def test_batching_does_not_change_an_embedding(family, backbone_path):
-    encoder = InstructionEncoder.from_pretrained(backbone_path(family))
-    texts = ["one", "two words", "a passage of somewhat greater length " * 5, "four"]
-    together = encoder.encode_passages(texts, batch_tokens=64)
-    alone = np.concatenate([encoder.encode_passages([t]) for t in texts])
-    np.testing.assert_allclose(together, alone, atol=2e-6)
-    np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, atol=1e-6)
-
-
 def test_texts_are_truncated_to_their_lengths(minilm):
     encoder = InstructionEncoder.from_pretrained(minilm, query_length=16, passage_length=32)
     assert len(encoder.tokenize_queries(["word " * 100], ["do this"])[0]) == 16

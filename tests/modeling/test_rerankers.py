@@ -112,13 +112,6 @@ def test_a_classifier_of_one_class_scores_as_sentence_transformers_cross_encoder
     np.testing.assert_allclose(classifier(berts[1], pair_length=64).score(PAIRS), expected, atol=1e-5)
 
 
-def test_relevance_is_the_second_of_two_classes(berts):
-    theirs = CrossEncoder(berts[2], device="cpu", max_length=64)
-    expected = theirs.predict([(asked(q), p) for q, p in PAIRS], activation_fn=torch.nn.Softmax(dim=-1))[:, 1]
-    got = classifier(berts[2], pair_length=64).score(PAIRS)
-    np.testing.assert_allclose(1 / (1 + np.exp(-got.astype(float))), expected, atol=1e-5)
-
-
 def test_long_passages_are_truncated_but_not_query_or_prompt(t5, llama, berts):
     long = "bread is baked from flour and water " * 40
     for make, model, before, after in (

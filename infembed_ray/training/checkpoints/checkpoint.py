@@ -66,8 +66,8 @@ class Course:
 
     Attributes:
         workers: Workers that share the steps.
-        batches: Micro-batches of the whole run.
-        order: Fingerprint of the records of every micro-batch, in order.
+        batches: Steps of the whole run.
+        order: Fingerprint of the records of every step, in order.
         settings: Fingerprint of the settings that decide the result, without the number of workers.
     """
 
