@@ -276,15 +276,13 @@ def step_work(
     """
     own = _existing_records(settings) if own is None else own
     number = settings.epoch_records if own is None else len(own)
-    records = _synthetic(settings, _SYNTHETIC) if own is None else own
     per_step = min(settings.records_per_step, number)  # as the sampler does
     if per_step < workers:
         raise InputError(
             f"records_per_step={settings.records_per_step}: {per_step} records a step leave some of the {workers} GPUs "
             "without any; set more, or fewer nodes"
         )
-    if own is None and 2 * per_step > len(records):
-        records = _synthetic(settings, 2 * per_step)
+    records = _synthetic(settings, max(_SYNTHETIC, 2 * per_step)) if own is None else own
     encoder.train()
     budget = settings.grad_cache_tokens or _ONE_PASS
     batches = list(_batches(settings, encoder, records, per_step, workers))

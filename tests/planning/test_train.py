@@ -110,8 +110,7 @@ def test_text_and_json_agree(capsys):
         ({"objective": "multi{P,X}"}, "no such objective"),
         ({"precision": "bf16", "zero_stage": 0}, "precision=bf16: zero_stage=0"),
         ({"model": "/no/model"}, "/no/model"),
-        ({"teacher": "intfloat/e5-large-v2"}, "teacher=intfloat/e5-large-v2: is not planned for; leave it out"),
-        ({"workers": 64, "records_per_step": 32}, "32 records a batch leave some of the 64"),
+        ({"workers": 64, "records_per_step": 32}, "32 records a step leave some of the 64"),
     ],
 )
 def test_bad_input_is_one_line(change, message):

@@ -167,7 +167,6 @@ def test_input_of_every_row_is_part_of_the_identity(values, monkeypatch):
             {"variants": {"v": {"validation": {"records": "/no/file"}}}},
             "row v: validation.records=/no/file: no such file",
         ),
-        ({"variants": {"v": {"teacher": "/no/model"}}}, "teacher=/no/model: no such model directory"),
         ({"train": {"record": "x"}}, "train.record: unknown key; did you mean records"),
     ],
 )
