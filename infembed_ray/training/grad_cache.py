@@ -79,11 +79,14 @@ class GradCache(KeptGraphs):
         """See `KeptGraphs.backward`."""
         loss.backward()
         while self._passes:
-            layout, seed, cached = self._passes.pop()
-            embeddings = self._run(layout, seed) if self._newest is None else self._newest
-            self._newest = None
-            gradient = torch.zeros_like(embeddings) if cached.grad is None else cached.grad
-            self._backward((embeddings * gradient).sum(), not self._passes)
+            self._repeat(*self._passes.pop())
+
+    def _repeat(self, layout: Layout, seed: int, cached: Tensor) -> None:
+        """Run a pass with graph and back-propagate it; its graph ends with this call."""
+        embeddings = self._run(layout, seed) if self._newest is None else self._newest
+        self._newest = None
+        gradient = torch.zeros_like(embeddings) if cached.grad is None else cached.grad
+        self._backward((embeddings * gradient).sum(), not self._passes)
 
 
 def _next_seed() -> int:

@@ -45,7 +45,7 @@ def test_non_finite_figures_are_null_and_others_have_the_digits_of_fp32(tmp_path
     settings = TrainSettings(records="r", model="m", output="o", trackers=())
     log = RunLog(settings, tmp_path, 0, lambda event: None)
     figures = {"loss": math.nan, "grad_norm": math.inf, "learning_rate": 1 / 3}
-    log.write(1, 8, tokens=9, seconds=1.0, memory_gib=1.0, **figures)
+    log.write(1, 8, time=7, tokens=9, seconds=1.0, memory_gib=1.0, **figures)
     (line,) = read_metrics(tmp_path)
     assert (line["step"], line["loss"], line["grad_norm"], line["learning_rate"]) == (1, None, None, 0.3333333)
 
