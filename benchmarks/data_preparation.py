@@ -11,7 +11,7 @@ A step is a pause instead of kernels: as long as a model of `--parameters` takes
 its peak in bf16 (6 N FLOPs per token). The thread that prepares has the CPU for itself then, as on a GPU machine.
 
 The last line is one JSON object; per number of records:
-    prepare_ms, prepare_per_row_ms   CPU time of preparing a step, all threads; with a shared set, and with one per row
+    prepare_ms                       CPU time of preparing a step, all threads
     step_ms                          duration of the pause
     data_seconds                     mean time that a step waits for its data, without the first step of the run
     data_seconds_without_thread      the same if each step prepares its own data
@@ -63,9 +63,8 @@ def encoder() -> InstructionEncoder:
     return InstructionEncoder(backbone, tokenizer, "last", TextFormat()).train()
 
 
-def preparer(rows: list[Record], model: InstructionEncoder, shared: bool) -> Preparer:
-    settings = TrainSettings(records="-", model="-", output="-", shared_instructions=shared)
-    return Preparer(settings, rows, 0, model)
+def preparer(rows: list[Record], model: InstructionEncoder) -> Preparer:
+    return Preparer(TrainSettings(records="-", model="-", output="-"), rows, 0, model, {})
 
 
 def shares(records: int, workers: int) -> list[list[int]]:
@@ -93,7 +92,7 @@ def waits(batches: Iterator[Prepared], pause: float, steps: int) -> float:
 
 def measure(size: int, model: InstructionEncoder, options: argparse.Namespace) -> dict[str, float]:
     rows, of_workers = records(size), shares(size, options.workers)
-    prepares = preparer(rows, model, shared=True)
+    prepares = preparer(rows, model)
     prepared = prepares.prepare((0, of_workers))
     tokens = sum(layout.input_ids.numel() for _, layout in (*prepared.queries, *prepared.passages))
     pause = 6 * options.parameters * tokens / FLOPS_PER_SECOND
@@ -102,7 +101,6 @@ def measure(size: int, model: InstructionEncoder, options: argparse.Namespace) -
     found = {
         "tokens": tokens,
         "prepare_ms": cpu_ms(prepares, of_workers, options.steps),
-        "prepare_per_row_ms": cpu_ms(preparer(rows, model, shared=False), of_workers, options.steps),
         "step_ms": 1000 * pause,
         "data_seconds": waits(threaded, pause, options.steps),
         "data_seconds_without_thread": waits(map(prepares.prepare, items), 0.0, options.steps),

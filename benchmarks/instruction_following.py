@@ -73,10 +73,6 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "objectives": {objective: {"objective": objective} for objective in OBJECTIVES},
     "designs": DESIGNS,
-    "instructions": {
-        "I-negatives per row": {"shared_instructions": False},
-        "one set per step": {"shared_instructions": True},
-    },
     # Tuples have the other two passages of their record as negatives, and then the nearest mined ones.
     "mining": {
         "multi{P,I}": {},

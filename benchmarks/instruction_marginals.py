@@ -1,6 +1,6 @@
 """Cost of the instruction marginal: all B x B joint encodings as prefix trees, and one by one.
 
-    python benchmarks/instruction_marginals.py [--device cuda --dtype bf16 --model qwen2.5-1.5b-shape --flex]
+    python benchmarks/instruction_marginals.py [--device cuda --dtype bf16 --model qwen2.5-1.5b-shape]
 
 Texts are random token ids: B instructions of about 48 tokens and B queries of about 11, with the length distribution of
 real texts. Queries share no prefixes. Random-init decoders (6 layers, width 256) run forward and backward on one thread.
@@ -14,7 +14,7 @@ multi{P,I} has five I-negatives a row, of one set for the step or drawn for each
 The last line is one JSON object; with two architectures, of the slower one:
     vs_tuned_b12, ..._b24       time of tuned pairwise / time as trees; no way can gain more than token_ratio_b12, ..._b24
     speedup_b12, ..._b24        time pairwise / time as trees
-    step_vs_uni_p               multi{P,I} step / uni{P} step; step_vs_uni_p_per_row: with instructions drawn for each row
+    step_vs_uni_p               multi{P,I} step / uni{P} step
     memory_b12, ..._b24         bytes kept for the backward pass, pairwise / as trees
     embedding_difference        largest difference of a component over all runs
     gradient_difference         largest difference relative to the parameter's largest gradient, over all runs
@@ -29,7 +29,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import material
@@ -119,9 +118,10 @@ ONE_BY_ONE = {
 PAIRWISE = "padded, one pass"
 
 
-def trees(flex: bool) -> dict[str, tuple[Any, int]]:
-    layouts = partial(prefix_tree.forests, flex=flex)
-    return {f"trees, {'one pass' if budget == ONE_PASS else budget}": (layouts, budget) for budget in (ONE_PASS, 1024)}
+TREES = {
+    f"trees, {'one pass' if budget == ONE_PASS else budget}": (prefix_tree.forests, budget)
+    for budget in (ONE_PASS, 1024)
+}
 
 
 def encode(encoder: InstructionEncoder, passes: Passes) -> Tensor:
@@ -243,7 +243,7 @@ def steps(model: str, options: argparse.Namespace) -> dict[str, float]:
     """Measure the seconds of a training step of the product: the first of 8 workers' share of 32 real records."""
     chosen, source = material.records(32)
     shares = [chosen[rank::8] for rank in range(8)]
-    ways = {"uni{P}": ("uni{P}", True), "multi{P,I}": ("multi{P,I}", True), "one set a row": ("multi{P,I}", False)}
+    ways = ("uni{P}", "multi{P,I}")
     times: dict[str, list[float]] = {name: [] for name in ways}
     tokens: dict[str, int] = {}
     engine = engine_of(model, options)
@@ -252,21 +252,17 @@ def steps(model: str, options: argparse.Namespace) -> dict[str, float]:
     def step(objective: Objective, batch: Batch) -> None:
         queries, passages = engine.encode(batch.queries), engine.encode(batch.passages)
         scores = score_batch(objective, batch, queries, passages)
-        engine.backward(marginal_loss(objective, scores.positive, scores.negatives, engine.temperature))
+        engine.backward(
+            marginal_loss(
+                objective, scores.positive, scores.negatives, TrainSettings.model_fields["temperature"].default
+            )
+        )
         engine.update(1e-5)
 
     for number in range(options.rounds + 1):
-        for name, (objective, shared) in ways.items():
-            parsed = Objective.parse(objective)
-            batch = collate(
-                engine.encoder,
-                shares,
-                0,
-                parsed,
-                instruction_negatives=5,
-                shared_instructions=shared,
-                seed=str(number),
-            )
+        for name in ways:
+            parsed = Objective.parse(name)
+            batch = collate(engine.encoder, shares, 0, parsed, instruction_negatives=5, seed=str(number))
             times[name].append(seconds(lambda o=parsed, b=batch: step(o, b), engine.encoder.device))
             tokens[name] = int(engine.work.take()[1])
     medians = {name: statistics.median(of_way[1:]) for name, of_way in times.items()}
@@ -279,18 +275,16 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, float]:
     print(f"{model}, {options.device}, {options.dtype}", flush=True)
     encoder = encoder_of(model, options)
     pairs = pairs_of(12)
-    ways = trees(options.flex)
-    one, tree = fastest(encoder, pairs, ONE_BY_ONE), fastest(encoder, pairs, ways)
+    one, tree = fastest(encoder, pairs, ONE_BY_ONE), fastest(encoder, pairs, TREES)
     figures: dict[str, float] = {}
     differences = []
     for size in (12, 24):
-        of_size = marginals(encoder, size, one, tree, ways[tree], max(1, options.rounds - (size == 24)))
+        of_size = marginals(encoder, size, one, tree, TREES[tree], max(1, options.rounds - (size == 24)))
         figures |= {f"{name}_b{size}": of_size[name] for name in ("vs_tuned", "token_ratio", "speedup", "memory")}
         differences.append((of_size["embeddings"], of_size["gradients"]))
     figures["embedding_difference"], figures["gradient_difference"] = map(max, zip(*differences, strict=True))
     of_step = steps(model, options)
     figures["step_vs_uni_p"] = of_step["multi{P,I}"] / of_step["uni{P}"]
-    figures["step_vs_uni_p_per_row"] = of_step["one set a row"] / of_step["uni{P}"]
     return figures
 
 
@@ -299,7 +293,6 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, help="default: both tiny shapes")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--flex", action="store_true", help="attend along trees by FlexAttention")
     parser.add_argument("--rounds", type=int, default=3, help="at B = 12; one fewer at B = 24")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,13 +1,13 @@
-"""Overhead of Ray Train per training step, against the same training under torchrun.
+"""Overhead of Ray Train per training step, against the same training in one process.
 
-    python benchmarks/ray_overhead.py [--steps N] [--workers N] [--rounds N] [--zero-stage N]
+    python benchmarks/ray_overhead.py [--steps N] [--rounds N] [--zero-stage N]
 
 Both use the same records, MiniLM, DeepSpeed and seed; only the launchers differ. Their losses must be equal, or the run
 fails. They alternate, and each goes first in half of the rounds. The time of a step is `seconds` of metrics.jsonl: from
 sampling the records to writing the metrics. It is the median over the steps of a run after the first ten, then over rounds.
 
 The last line is one JSON object:
-    vs_torchrun     a step under Ray / under torchrun
+    vs_process      a step under Ray / in one process
     start_s         seconds from the command to its first step: processes, imports, cluster, model
     whole_s         seconds from the command to the published checkpoint
 """
@@ -29,7 +29,7 @@ from pathlib import Path
 
 import material
 
-from infembed_ray.training.observability.metrics import read_metrics
+from infembed_ray.training.observability.logs import read_metrics
 
 WARM_UP = 10
 """Warm-up steps, which are not counted."""
@@ -49,14 +49,13 @@ class Run:
 
 def train(launcher: str, options: argparse.Namespace, records: Path, output: Path) -> Run:
     """Run `infembed train` once, from the command line."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.workers}"]
-    command = [sys.executable, *(torchrun if launcher == "torchrun" else []), "-m", "infembed_ray.cli", "train"]
+    command = [sys.executable, "-m", "infembed_ray.cli", "train"]
     settings = {
         "records": records,
         "model": material.minilm(),
         "output": output,
         "launcher": launcher,
-        "workers": options.workers,
+        "workers": 1,
         "records_per_step": options.records,
         "instruction_negatives": 2,
         "epochs": -(-options.steps * options.records // RECORDS),
@@ -64,10 +63,7 @@ def train(launcher: str, options: argparse.Namespace, records: Path, output: Pat
         "checkpoint_every": 10**6,
     }
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    environment |= {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }  # torchrun would set OMP_NUM_THREADS itself, with a warning
+    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     began_at, began = time.time(), time.perf_counter()
     ran = subprocess.run(
         [*command, *(f"{k}={v}" for k, v in settings.items())], env=environment, capture_output=True, text=True
@@ -89,12 +85,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--records", type=int, default=4, help="records per step over all workers, three tuples each")
-    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--zero-stage", type=int, choices=[0, 1, 2, 3], default=2)
     options = parser.parse_args()
     assert options.steps > WARM_UP
-    runs: dict[str, list[Run]] = {"ray": [], "torchrun": []}
+    runs: dict[str, list[Run]] = {"ray": [], "process": []}
     with tempfile.TemporaryDirectory() as directory:
         records = Path(directory, "records.jsonl")
         chosen, source = material.records(RECORDS)
@@ -114,13 +109,12 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "vs_torchrun": round(steps["ray"] / steps["torchrun"], 4),
+                "vs_process": round(steps["ray"] / steps["process"], 4),
                 "step_s": steps,
                 "start_s": median("start"),
                 "whole_s": median("whole"),
                 "steps": options.steps,
                 "rounds": options.rounds,
-                "workers": options.workers,
                 "records_per_step": options.records,
                 "zero_stage": options.zero_stage,
                 "of": source,

@@ -49,7 +49,7 @@ MEANINGS = {
     "WorkerGroupStartupFailedError": ("the training workers did not start", RESUME),
     "InsufficientClusterResourcesError": (UNPLACED, RESOURCES),
     "PreemptionError": ("the cloud took a node away", RESUME),
-    "CollectiveTimeoutError": ("a worker did not answer the others in time", "raise collective_timeout_s"),
+    "CollectiveTimeoutError": ("a worker did not answer the others in time", "read the log of the silent worker"),
     "AuthenticationError": ("the cluster refuses this process's token", "set RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH"),
     "RaySystemError": ("Ray failed", RESUME),
 }

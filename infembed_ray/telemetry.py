@@ -44,7 +44,7 @@ METRICS: dict[str, tuple[str, str | None]] = {
     "training_memory_bytes": ("Peak GPU memory of worker 0; without GPUs, its peak resident memory.", None),
     "training_checkpoint_step_number": ("Steps done in the newest complete checkpoint.", None),
     "training_checkpoint_seconds": ("Time from the start of the newest checkpoint until it was complete.", None),
-    "training_events_total": ("Events of the run: `nonfinite`, `spike`, `state`, `resumed`, ...", "kind"),
+    "training_events_total": ("Events of the run: `nonfinite`, `no_negatives`, `state`, `resumed`, ...", "kind"),
     "index_passages_total": ("Passages whose vectors were `encoded`, or `reused` from an older version.", "source"),
 }
 """Name without the prefix `infembed_` -> meaning, and the label besides `stage` and `run`. `_total`: a counter, else a gauge."""

@@ -21,8 +21,6 @@ from benchmarks.gpu import measure
 from benchmarks.gpu.suite import Context, Result, Skipped
 from infembed_ray.config.training import Lora
 from infembed_ray.modeling import adapters
-from infembed_ray.modeling.attention import kernels
-from infembed_ray.modeling.attention.kernels import Kernels
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.template import TextFormat
 from infembed_ray.modeling.tokenizer import Tokens
@@ -168,7 +166,6 @@ def _measured(
     recompute: bool,
 ) -> Result:
     """Measure a step. The last of some steps on the same texts must have a lower loss than the first."""
-    chosen = _choose_kernels(encoder, sides)
     work = Workload(encoder)
     for side in sides:
         for _, layout in encoder.layouts(side, ONE_PASS):
@@ -190,7 +187,7 @@ def _measured(
     with measure.Peak(context) as whole:
         update()
     taken = measure.seconds(update, context, rounds=4, warm_up=0)
-    figures: dict[str, float | str] = {"kernels": chosen, "tokens": tokens, "step, ms": 1e3 * taken}
+    figures: dict[str, float | str] = {"tokens": tokens, "step, ms": 1e3 * taken}
     figures["tokens/s"] = tokens / taken
     peak = peak_flops(torch.cuda.get_device_name(), torch.bfloat16) if context.device == "cuda" else None
     if peak:
@@ -198,15 +195,6 @@ def _measured(
     planned = slots * _planned(encoder, recompute) / measure.GIB
     figures |= measure.if_measured(**{"peak, GiB": whole.most, "kept, GiB": kept, "planned / kept": planned / kept})
     return Result(name, figures, {"last loss - first": (losses[-1] - losses[0], 0.0)})
-
-
-def _choose_kernels(encoder: InstructionEncoder, sides: tuple[list[Tokens], list[Tokens]]) -> str:
-    """Use the fastest kernels of this device, as the product's engine does; return their name."""
-    if encoder.device.type == "cuda":
-        candidates = [Kernels(packed, flex) for packed in (True, False) for flex in (True, False)]
-        seconds = kernels.measure(encoder, encoder, sides, ONE_PASS, candidates)
-        encoder.kernels = candidates[seconds.index(min(seconds))]
-    return str(encoder.kernels)
 
 
 def _embed(encoder: InstructionEncoder, side: list[Tokens]) -> Tensor:

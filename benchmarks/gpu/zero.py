@@ -30,13 +30,13 @@ GRAD_CACHE_LOSS = {True: 2e-2, False: 1e-4}
 
 def zero(context: Context) -> Iterator[Result]:
     """Take steps under a ZeRO stage and offload, restore a checkpoint, and repeat the first step with GradCache."""
-    stage, *offloaded = str(context.argument).split(",")
+    stage, _, offloaded = str(context.argument).partition(",")
     cuda = context.device == "cuda"
     settings = TrainSettings.from_mapping(
         {
             **dict.fromkeys(("records", "model", "output"), "-"),
             "zero_stage": int(stage),
-            "offload": dict.fromkeys(offloaded, "cpu"),
+            "offload": offloaded or None,
             "workers": 1,
             "gpus_per_worker": float(cuda),
             "precision": "bf16" if cuda else "fp32",
@@ -45,14 +45,13 @@ def zero(context: Context) -> Iterator[Result]:
     vocabulary = measure.config_of(SIZE, context).vocab_size
     sides = steps.texts(steps.TUPLES, vocabulary)
     engine, slots = _engine(settings, context), 0
-    kernels = engine.choose_kernels(lambda: sides) or "no choice"
     for side in sides:
         slots += sum(layout.input_ids.numel() for _, layout in engine.encoder.layouts(side, steps.ONE_PASS))
     losses = [_step(engine, sides)]
     with measure.Peak(context) as peak:
         losses.append(_step(engine, sides))
     taken = measure.seconds(lambda: losses.append(_step(engine, sides)), context, rounds=3, warm_up=0)
-    figures: dict[str, float | str] = {"step, ms": 1e3 * taken, "slots": slots, "kernels": kernels}
+    figures: dict[str, float | str] = {"step, ms": 1e3 * taken, "slots": slots}
     checks = {"last loss - first": (losses[-1] - losses[0], 0.0)}
     if cuda:
         planned = _planned(settings, slots, context) / measure.GIB
@@ -83,7 +82,7 @@ def _restored(engine: Engine, sides: Any) -> Result:
 
 
 def _engine(settings: TrainSettings, context: Context) -> Engine:
-    """Load a checkpoint as training does (ZeRO-3 into its partitions), and choose the attention kernels."""
+    """Load a checkpoint as training does (ZeRO-3 into its partitions)."""
     with tempfile.TemporaryDirectory() as directory:
         measure.backbone_of(SIZE, context).save_pretrained(directory)
         measure.tokenizer().save_pretrained(directory)

@@ -1,4 +1,4 @@
-"""`python -m infembed_ray.cli`: the command without its script, as launchers such as torchrun start it."""
+"""`python -m infembed_ray.cli`: the command without its script."""
 
 import sys
 

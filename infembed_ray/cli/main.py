@@ -166,13 +166,8 @@ def _run(options: argparse.Namespace) -> int | None:
     if "section" in values:
         print(load("cli.help:section")(command.settings, options.verb, options.section))
         return None
-    try:
-        _run_verb(options, command)
-        return None
-    except InputError:
-        if os.environ.get("RANK", "0") != "0":  # under torchrun, only the first process prints the error
-            raise SystemExit(2) from None
-        raise
+    _run_verb(options, command)
+    return None
 
 
 def _run_verb(options: argparse.Namespace, verb: Verb) -> None:

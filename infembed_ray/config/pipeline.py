@@ -77,8 +77,6 @@ class PipelineSettings(Settings):
             and self.evaluate.gate not in self.evaluate.models
         ):
             raise ValueError(f"evaluate.gate={self.evaluate.gate}: not a label of evaluate.models; give one, or null")
-        if self.train and self.train.launcher == "torchrun":
-            raise ValueError("train.launcher=torchrun: its processes would all run every stage; set ray or process")
         train, evaluate = self.train, self.evaluate
         same_records = train and evaluate and self.maker(*HELD_OUT) and self.maker("train", "records")
         if train and evaluate and same_records and train.split in (None, evaluate.split):

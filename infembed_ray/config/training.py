@@ -15,9 +15,6 @@ Variable = Literal["P", "I", "IQ", "PIQ"]
 IQNegatives = Literal["kk", "ik"]
 Interaction = Literal["joint", "cross_attention"]
 
-TEMPERATURES = (0.01, 1.0)
-"""Bounds of a learned temperature; the lower one is CLIP's: no logit above 100."""
-
 
 class Lora(Settings):
     """Low-rank adapters (LoRA) instead of training all weights; merged into the weights on export."""
@@ -29,40 +26,9 @@ class Lora(Settings):
     quantized: bool = Field(False, description="quantize the backbone to 4 bits (QLoRA); needs a GPU and bitsandbytes")
 
 
-class Offload(Settings):
-    """What DeepSpeed moves out of GPU memory; null: nothing."""
-
-    optimizer: Literal["cpu"] | None = runtime_field(None, description="device of optimizer states and fp32 weights")
-    parameters: Literal["cpu", "nvme"] | None = runtime_field(
-        None, description="device of the parameters between uses, under ZeRO-3"
-    )
-    nvme_path: str | None = runtime_field(None, description="directory on a local disk of every node, for nvme")
-
-
-class Anomalies(Settings):
-    """What to do when a step fails. `skip`: skip its update; `stop`: stop the run and keep its last checkpoint."""
-
-    nonfinite: Literal["skip", "stop"] = runtime_field(
-        "stop", description="the loss or the gradient norm is not finite"
-    )
-    no_negatives: Literal["warn", "skip", "stop"] = Field("warn", description="no row of the step has a negative")
-    spike_factor: float | None = Field(
-        None, gt=1, description="a loss above this multiple of the median of the last 50 is a spike; null: no check"
-    )
-    spike: Literal["warn", "skip", "stop"] = Field("warn", description="the loss of the step is a spike")
-
-    def identity(self) -> dict[str, Any]:
-        """Treat `stop` as `warn`: a stopped run publishes nothing, and a finished one has met no anomaly."""
-        return {name: "warn" if value == "stop" else value for name, value in super().identity().items()}
-
-
 class Distillation(Settings):
-    """Training on a teacher's scores of hard negatives, beside the objective."""
+    """Training on a teacher's scores of hard negatives, by the divergence of the softmax over the candidates."""
 
-    loss: Literal["margin_mse", "kl"] = Field(
-        "kl",
-        description="margin_mse: squared differences of margins; kl: divergence of the softmax over the candidates",
-    )
     weight: float = Field(
         0.5, gt=0, le=1, description="share of the loss; the objective has the rest, and none of it at 1"
     )
@@ -86,10 +52,6 @@ class ValidationSettings(Settings):
 
     records: RecordsPath = runtime_field(description="held-out InF-IR records, in any format of the training records")
     split: str | None = Field(None, description="use only rows whose column `split` has this value")
-    distractors: InputPath | None = runtime_field(
-        None, description="passages added to the corpus, as for `infembed evaluate`"
-    )
-    max_distractors: int = Field(1000, ge=0, description="number of distractors used, from the first")
     every: int = Field(50, ge=1, description="steps between evaluations; the last step is always evaluated")
     metric: Literal["p_mrr", "ndcg_at_10"] = Field(
         "p_mrr", description="validation score; the checkpoint with the highest score is exported"
@@ -115,29 +77,15 @@ class TrainSettings(Settings):
         "multi{P,I}",
         description="uni{...} or multi{...} over P, I, IQ (Eq. 8-21); nce{PIQ}: all three at once (Eq. 1), small batches",
     )
-    count_positive_once: bool = Field(
-        True,
-        description="multi: count the positive once in the denominator (official code), not per variable (Eq. 18-21)",
-    )
     temperature: float = Field(0.05, gt=0, description="temperature: divisor of the similarities")
-    temperature_learned: bool = Field(False, description="train the temperature, between 0.01 and 1")
-    temperature_learning_rate: float = Field(5e-3, gt=0, description="peak learning rate of the learned temperature")
     term_weights: dict[Variable, Annotated[float, Field(gt=0)]] = Field(
         {}, description="variable -> weight of its cross-entropy (uni) or of its sum in the denominator (multi); else 1"
-    )
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=1, description="share of the target that is spread evenly over all candidates of a softmax"
     )
     instruction_negatives: int | None = Field(
         5,
         ge=0,
         description="I-negatives per row: the record's own poisoned instruction, then sampled ones of all workers; null: "
         "all instructions of the worker's own records",
-    )
-    shared_instructions: bool | None = Field(
-        None,
-        description="sample the I-negatives once per step for all rows, which then share prefixes; false: for each row; "
-        "null: true for causal backbones",
     )
     overlap_dropout: float = Field(
         0.0,
@@ -164,15 +112,6 @@ class TrainSettings(Settings):
     iq_negatives: IQNegatives = Field(
         "kk",
         description="IQ-negatives: kk, other rows' pairs (Eq. 10-21); ik, other queries, same instruction (Eq. 6-7)",
-    )
-    same_tower_negatives: bool = Field(
-        False, description="add similarities to other rows' instruction-query pairs to the negatives of P (SamToNe)"
-    )
-    teacher: ModelName | None = runtime_field(
-        None, description="frozen encoder (directory or hub name) that masks false negatives from other records"
-    )
-    teacher_margin: float = Field(
-        0.0, ge=0, description="mask a negative if its teacher similarity >= that of the positive - margin"
     )
     template: Template | None = Field(
         None, description="joint text of instruction and query (Eq. 3); null: the model's, else instruction_first"
@@ -202,12 +141,6 @@ class TrainSettings(Settings):
     share_encoder: bool | None = Field(
         None, description="true: one encoder for queries and passages; false: two; null: the model's, else one"
     )
-    attention_dropout: float | None = Field(
-        None,
-        ge=0,
-        lt=1,
-        description="dropout of attention weights; 0 lets BERT-like backbones pack on CUDA; null: as in the model's config",
-    )
     lora: Lora | None = Field(None, description="{}: train low-rank adapters only; null: train all weights")
     matryoshka: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (), description="dimensions of truncated embeddings to train too; the loss is the mean over all"
@@ -217,17 +150,10 @@ class TrainSettings(Settings):
     mixture: dict[str, Annotated[float, Field(ge=0)]] = Field(
         {}, description="source -> weight: shares of the sources in an epoch of the same size; {}: as in the records"
     )
-    unique_texts: bool = Field(
-        False, description="keep records with a common instruction, query or passage in different batches"
-    )
-    tokens_per_step: int | None = Field(
-        None, ge=64, description="maximum tokens (of the records' own tuples) per step, instead of records_per_step"
-    )
     grad_cache_tokens: int | None = Field(
         None, ge=16, description="maximum tokens of a forward pass, with GradCache; null: one pass per side, without"
     )
     workers: int = runtime_field(2, ge=1, description="data-parallel workers, which share the records of a step")
-    accumulation: int = Field(1, ge=1, description="micro-batches per step; negatives are not shared across them")
     learning_rate: float = Field(5e-5, gt=0, description="peak learning rate")
     schedule: Literal["linear", "cosine", "constant"] = Field(
         "linear", description="learning rate after the warm-up; linear and cosine decay to 0"
@@ -235,45 +161,35 @@ class TrainSettings(Settings):
     warmup_fraction: float = Field(0.0, ge=0, lt=1, description="share of the steps with linear warm-up")
     weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
-    anomalies: Anomalies = Field(Anomalies(), description="what to do when a step fails")
     seed: int = Field(42, description="seed of the record order, sampled negatives and dropout")
     validation: ValidationSettings | None = Field(None, description="evaluation on held-out records; null: none")
     zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 keeps fp32 master weights")
-    offload: Offload = runtime_field(Offload(), description="what DeepSpeed moves out of GPU memory")
+    offload: Literal["optimizer", "all"] | None = runtime_field(
+        None,
+        description="what DeepSpeed keeps in CPU memory: optimizer, its states and the fp32 weights; all, the parameters "
+        "too, under ZeRO-3; null: nothing",
+    )
     activation_checkpointing: bool = runtime_field(
         False, description="recompute activations in the backward pass: less memory, about a third more time"
     )
-    compile: bool = runtime_field(False, description="compile the backbone's layers; results differ by rounding only")
     deepspeed: dict[str, Any] = Field(
-        {}, description="overrides of the DeepSpeed configuration, which the output shows in deepspeed.json"
+        {}, description="additions to the DeepSpeed configuration, which the output shows in deepspeed.json"
     )
-    launcher: Literal["ray", "torchrun", "process"] = runtime_field(
-        "ray", description="ray: a cluster; torchrun: torchrun runs this command; process: one local worker, to debug"
+    launcher: Literal["ray", "process"] = runtime_field(
+        "ray", description="ray: a cluster; process: one local worker, to debug"
     )
     gpus_per_worker: float = runtime_field(0.0, ge=0, description="GPUs per worker; 0: train on CPU with gloo")
     cpus_per_worker: float = runtime_field(1.0, gt=0, description="CPUs per worker")
-    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = runtime_field(
-        "PACK", description="Ray's placement strategy: workers on the same node or spread; STRICT: required"
-    )
-    placement_timeout_s: float = runtime_field(600.0, gt=0, description="seconds to wait for resources of the cluster")
-    collective_timeout_s: int = runtime_field(1800, ge=1, description="time-out of collectives (s)")
     max_failures: int = runtime_field(
         3, ge=0, description="restarts from the last checkpoint after lost workers; preemptions do not count"
     )
-    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = runtime_field(
-        ("tensorboard",), description="experiment trackers; wandb and mlflow read their own environment variables"
+    trackers: tuple[str, ...] = runtime_field(
+        ("tensorboard",),
+        description="tensorboard, wandb, and functions or classes as module:name, which worker 0 calls with every step and "
+        "its figures",
     )
-    callbacks: tuple[str, ...] = runtime_field(
-        (), description="functions or classes, as module:name, that worker 0 calls with every step and its figures"
-    )
-    push_to_hub: str | None = runtime_field(
-        None, description="repository of the Hugging Face hub that gets the finished model, such as org/name"
-    )
-    hub_private: bool = runtime_field(True, description="create that repository as a private one")
     checkpoint_every: int = runtime_field(50, ge=1, description="steps between checkpoints")
-    keep_last: int = runtime_field(2, ge=1, description="newest checkpoints to keep; with 2, one may be damaged")
-    keep_best: int = runtime_field(0, ge=0, description="additional checkpoints to keep, by validation score")
 
     def identity(self) -> dict[str, Any]:
         """Include the number of workers if a setting draws negatives from a worker's own share of a step."""
@@ -286,6 +202,3 @@ class ExportSettings(Settings):
 
     model: ModelName = runtime_field(description="model directory or hub name")
     output: str = runtime_field(description="directory or object-store URI of the published graph")
-    dimensions: int | None = Field(
-        None, ge=1, description="dimensions of the embeddings (Matryoshka); null: the model's"
-    )

@@ -70,7 +70,7 @@ def save(backbones: Sequence[Any], path: Path) -> None:
         )
 
 
-class Merged(NamedTuple):
+class MergedWeight(NamedTuple):
     """A weight with its adapter, merged when it is read."""
 
     weight: Stored
@@ -85,7 +85,7 @@ class Merged(NamedTuple):
 def merged(backbone: Any, weights: Mapping[str, Stored]) -> dict[str, Stored]:
     """Return the weights of a backbone, by their names without adapters, merged with the adapters of its layers."""
     layers = {f"{name}.weight": layer for name, layer in _layers(backbone)}
-    return {name: Merged(weight, layers[name]) if name in layers else weight for name, weight in weights.items()}
+    return {name: MergedWeight(weight, layers[name]) if name in layers else weight for name, weight in weights.items()}
 
 
 def merge(backbones: Sequence[Any]) -> None:
@@ -100,11 +100,7 @@ def merge(backbones: Sequence[Any]) -> None:
 
 
 def four_bits(device: str | torch.device) -> dict[str, Any]:
-    """Return the options of `AutoModel.from_pretrained` for a backbone in 4 bits (NF4, double quantisation).
-
-    Raises:
-        InputError: there is no GPU, or bitsandbytes is not installed.
-    """
+    """Return the options of `AutoModel.from_pretrained` for 4 bits; InputError without a GPU or bitsandbytes."""
     from importlib.util import find_spec
 
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():

@@ -1,10 +1,7 @@
 """Model directories: find, describe, load, write and fingerprint them.
 
-A checkpoint is a sentence-transformers directory: `SentenceTransformer(path)` gives the same embeddings.
-`infembed.json` in it has what that format cannot hold: template, interaction and lengths. Separate encoders of queries
-and passages are the two routes of a sentence-transformers `Router`.
-
-Only the functions that load a model or ask the hub import torch and transformers, which take seconds.
+A checkpoint is a sentence-transformers directory, with template, interaction and lengths in `infembed.json`. Only the
+functions that load a model or ask the hub import torch and transformers, which take seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from infembed_ray.config.training import Interaction, PoolingMode, Template
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import pretrained
-from infembed_ray.modeling.attention.dropout import set_attention_dropout
 from infembed_ray.modeling.pretrained import cached, join, read_json, unloadable
 from infembed_ray.storage.object_store import Folder, convert_errors, is_uri
 from infembed_ray.storage.places import Place, fingerprint_files
@@ -71,9 +67,9 @@ def locate(model: str, setting: str, revision: str | None = None) -> Located:
     Raises:
         InputError: there is no such directory, the directory has no model, or the hub does not have the name.
     """
-    found = find(model, setting, revision)
-    require_loadable(local(found.path, setting, with_weights=False), f"{setting}={model}", revision)
-    return found
+    located = find(model, setting, revision)
+    require_loadable(local(located.path, setting, with_weights=False), f"{setting}={model}", revision)
+    return located
 
 
 def find(model: str, setting: str, revision: str | None = None) -> Located:
@@ -117,15 +113,8 @@ def _find_stored(folder: Folder, setting: str) -> Located:
 def local(model: str, setting: str = "model", with_weights: bool = True) -> str:
     """Return what this process can load a model from: its directory, with `latest` followed, or its hub name.
 
-    A model in an object store is copied to this node's scratch directory, once for all processes of the node.
-
-    Args:
-        model: directory, URI or hub name.
-        setting: name of the setting.
-        with_weights: False copies the configuration and the tokenizer only.
-
-    Raises:
-        InputError: the object store does not return it.
+    A model in an object store is copied to this node's scratch directory, once for all processes of the node;
+    without weights, the configuration and the tokenizer only. InputError if the object store does not return it.
     """
     if is_uri(model):
         return str(resolve_input(model, setting, without=None if with_weights else is_weights))
@@ -166,11 +155,7 @@ def require_loadable(model: str, setting: str, revision: str | None = None) -> N
 
 
 def at_revision(model: str, revision: str | None) -> str:
-    """Return what to load for a model at a revision: a hub's model at a commit is downloaded to a directory.
-
-    Raises:
-        InputError: the hub does not have it.
-    """
+    """Return what to load for a model at a revision: a hub's model is downloaded; InputError if the hub does not have it."""
     if revision is None or Path(model).is_dir():
         return model
     from huggingface_hub import snapshot_download
@@ -182,34 +167,23 @@ def at_revision(model: str, revision: str | None) -> str:
 
 
 def commit(model: str, file: str, revision: str | None, setting: str) -> str | None:
-    """Return the commit of a revision of a hub's model; None if neither the hub nor the local cache has it.
+    """Return the commit of a revision (commit, branch or tag; None: the newest) of a hub's model, by one of its files.
 
-    Args:
-        model: hub name.
-        file: a file of the model, such as config.json.
-        revision: commit, branch or tag; None: the newest.
-        setting: name of the setting.
-
-    Raises:
-        InputError: the hub has no such model.
+    None if neither the hub nor the local cache has it; InputError if the hub has no such model.
     """
     from transformers.utils.hub import extract_commit_hash
 
     try:
-        found = cached(model, file, revision)
+        path = cached(model, file, revision)
     except (OSError, ValueError) as error:
         raise unloadable(f"{setting}={model}", error) from error
-    return extract_commit_hash(found, None)
+    return extract_commit_hash(path, None)
 
 
 def fingerprint(model: str, asked: str) -> str:
     """Return 16 hex digits that change whenever an embedding may change; for a hub name, the name and a hash.
 
-    Copies of a checkpoint have the same fingerprint.
-
-    Args:
-        model: directory or hub name.
-        asked: the options that the model was loaded with, which may differ from its files.
+    Copies of a checkpoint, loaded with the same options `asked`, have the same fingerprint.
     """
     files = files_digest(model)
     if files is None:
@@ -256,11 +230,7 @@ class Description:
 
 
 def describe(model: str, with_pooling: bool = True) -> Description:
-    """Read the description of a model.
-
-    Args:
-        model: directory or hub name.
-        with_pooling: False if its pooling is overridden.
+    """Read the description of a model, without its pooling if that is overridden.
 
     Raises:
         InputError: it has a module or a pooling that this encoder does not support.
@@ -288,20 +258,12 @@ def describe(model: str, with_pooling: bool = True) -> Description:
 
 
 def load(
-    model: str,
-    towers: Sequence[str],
-    with_weights: bool = True,
-    attention_dropout: float | None = None,
-    native: bool = False,
-    **options: Any,
+    model: str, towers: Sequence[str], with_weights: bool = True, native: bool = False, **options: Any
 ) -> tuple[list[Any], Any]:
-    """Load the backbones of a model, and their tokenizer, which has a padding token.
+    """Load the backbones of a model, by their folders, and their tokenizer, which has a padding token.
 
     Args:
-        model: directory or hub name.
-        towers: folders of the backbones, from its description.
         with_weights: False: the backbones are on torch's meta device.
-        attention_dropout: replaces that of the models' configurations.
         native: the caller says how the model's attention differs from that of its class in transformers, so that code
             which the model names is not missed.
         options: options of `AutoModel.from_pretrained`.
@@ -316,9 +278,6 @@ def load(
     remedy = "set bidirectional=true or false, as its model card says, to load the class of transformers instead, or "
     tokenizer = pretrained.tokenizer(model, setting, towers[0], native=native, remedy=remedy)
     configs = [pretrained.config(model, setting, tower, native=native, remedy=remedy) for tower in towers]
-    if attention_dropout is not None:
-        for config in configs:
-            set_attention_dropout(config, attention_dropout, model)
     if with_weights:
         backbones = [
             pretrained.weights("AutoModel", model, setting, subfolder=tower, config=config, **options)
@@ -346,11 +305,7 @@ def is_own(model: str) -> bool:
 
 
 def _towers(model: str, revision: str | None = None) -> Sequence[str]:
-    """Return the folders of the backbones: those of queries and passages, or the directory itself for a shared one.
-
-    Raises:
-        InputError: the model has other routes than these two.
-    """
+    """Return the folders of the backbones of queries and passages, or the directory itself; InputError for other routes."""
     router = read_json(model, ROUTER_CONFIG, revision)
     if not router:
         return SHARED

@@ -36,8 +36,7 @@ def write(
     Args:
         path: directory to write, created if missing.
         description: what to write; `towers` follows from the backbones.
-        backbones: one Hugging Face model, or those of queries and passages.
-        tokenizer: their tokenizer.
+        backbones, tokenizer: one Hugging Face model, or those of queries and passages, and their tokenizer.
         weights: name -> fp32 parameter of each backbone, if the backbones are on the meta device.
     """
     towers = SHARED if len(backbones) == 1 else tuple(f"{route}_0_Transformer" for route in ROUTES)

@@ -19,15 +19,12 @@ from infembed_ray.config.training import PoolingMode
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import adapters, checkpoint, checkpoint_writer, pretrained
 from infembed_ray.modeling.attention import prefix_tree
-from infembed_ray.modeling.attention.dropout import attention_dropout
-from infembed_ray.modeling.attention.kernels import Kernels
 from infembed_ray.modeling.attention.packing import enable_packing, first_position, packed, packing_pays
 from infembed_ray.modeling.interaction import CrossAttention, pair_batches, paired
 from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded
 from infembed_ray.modeling.linear import enable_onednn
 from infembed_ray.modeling.overrides import Overrides, checked_dimensions, end_texts, text_format
 from infembed_ray.modeling.pooling import pool, truncate
-from infembed_ray.modeling.precision import warn_of_slow_bf16
 from infembed_ray.modeling.template import TextFormat
 from infembed_ray.modeling.tokenizer import Side, TextTokenizer, Tokens
 from infembed_ray.storage.object_store import is_uri
@@ -42,10 +39,8 @@ class InstructionEncoder(nn.Module):
     Build it with `from_pretrained`.
 
     Args:
-        backbone: a Hugging Face encoder or decoder without head.
-        tokenizer: its fast tokenizer.
-        pooling: how token states become one vector.
-        text: template, prefixes and lengths.
+        backbone, tokenizer: a Hugging Face encoder or decoder without head, and its fast tokenizer.
+        pooling, text: how token states become one vector; template, prefixes and lengths.
         passage_backbone: backbone of passages; None: the same as of queries.
         interaction: cross-attention of instruction and query; None: they are one text.
         dimensions: number of leading components that make the embedding (Matryoshka); None: all.
@@ -76,8 +71,9 @@ class InstructionEncoder(nn.Module):
         enable_onednn(*self.backbones)
         self._first_position = first_position(backbone)
         self._obstacle_logged = False
-        self.kernels = Kernels()  # see `kernels.measure`
-        self.attention_dropout = attention_dropout(backbone.config)
+        config: Any = backbone.config
+        names = ("attention_probs_dropout_prob", "attention_dropout")  # of families of backbones
+        self._attention_dropout = next((float(getattr(config, name)) for name in names if hasattr(config, name)), 0.0)
 
     @classmethod
     def from_pretrained(
@@ -107,13 +103,10 @@ class InstructionEncoder(nn.Module):
         share = overrides.get("share_encoder")
         if share and len(saved.towers) > 1:
             raise InputError(f"share_encoder=true: {path} has separate encoders; drop share_encoder")
-        if dtype == torch.bfloat16:
-            warn_of_slow_bf16(device, "dtype=bfloat16", "dtype=float32")
         bidirectional = overrides.get("bidirectional")
-        options: dict[str, Any] = {"attention_dropout": overrides.get("attention_dropout"), "dtype": dtype}
-        options |= adapters.four_bits(device) if quantized else {}
-        options["native"] = bidirectional is not None
-        backbones, tokenizer = checkpoint.load(path, saved.towers, with_weights, **options)
+        options = {"dtype": dtype} | (adapters.four_bits(device) if quantized else {})
+        native = bidirectional is not None
+        backbones, tokenizer = checkpoint.load(path, saved.towers, with_weights, native, **options)
         if bidirectional is not None:
             for backbone in backbones:
                 backbone.config.is_causal = not bidirectional
@@ -178,8 +171,8 @@ class InstructionEncoder(nn.Module):
         return self._packs_on(self.device, self.dtype)
 
     def _packs_on(self, device: torch.device, dtype: torch.dtype) -> bool:
-        drops = self.training and self.attention_dropout > 0
-        return self._packs and self.kernels.packed and packing_pays(device, dtype, drops)
+        drops = self.training and self._attention_dropout > 0
+        return self._packs and packing_pays(device, dtype, drops)
 
     def forward(self, layout: Layout) -> Tensor:
         """Embed the texts of a layout as (texts, d) unit vectors, in fp32 at least."""
@@ -226,11 +219,7 @@ class InstructionEncoder(nn.Module):
             enable({"use_reentrant": False})
 
     def layouts(self, sequences: Sequence[Tokens], batch_tokens: int) -> Iterator[tuple[list[int], Layout]]:
-        """Divide texts into forward passes.
-
-        Args:
-            sequences: texts of both sides, in any order.
-            batch_tokens: tokens per pass, with padding. A longer text is a pass of its own.
+        """Divide texts of both sides into forward passes of `batch_tokens` tokens with padding, or one longer text.
 
         Yields:
             Rows of `sequences`, and the layout of these texts on the encoder's device. Every row comes once.
@@ -253,7 +242,7 @@ class InstructionEncoder(nn.Module):
                     yield rows, paired([sequences[row] for row in rows], lay)
                 continue
             if self._shares_prefixes(side, texts):
-                for group, layout in prefix_tree.forests(texts, batch_tokens, self.kernels.flex_trees):
+                for group, layout in prefix_tree.forests(texts, batch_tokens):
                     yield [of_side[i] for i in group], layout
                 continue
             for group in length_sorted_batches(list(map(len, texts)), batch_tokens, padded=not pack):
@@ -296,14 +285,7 @@ class InstructionEncoder(nn.Module):
         """Embed texts as they are: without prefix or template, truncated to `passage_length`.
 
         An encoder with two backbones takes that of passages. For search, use `encode_queries` and `encode_passages`.
-
-        Args:
-            inputs: n texts, or a single str.
-            batch_tokens: tokens per pass, with padding.
-            show_progress_bar: show the number of encoded texts.
-
-        Returns:
-            float32 unit vectors: (n, d), or (d,) for a single str.
+        Arguments and result as of `encode_passages`.
         """
         several = [inputs] if isinstance(inputs, str) else list(inputs)
         tokens = self.texts.tokenize(several, "passage", self.text.passage_length)
@@ -322,8 +304,7 @@ class InstructionEncoder(nn.Module):
         Args:
             queries: n queries, or a single str.
             instructions: one per query (None or "" for none), or a single str for all queries.
-            batch_tokens: tokens per pass, with padding.
-            show_progress_bar: show the number of encoded queries.
+            batch_tokens, show_progress_bar: as of `encode_passages`.
 
         Returns:
             float32 unit vectors: (n, d), or (d,) for a single str.
@@ -359,14 +340,7 @@ class InstructionEncoder(nn.Module):
 
     @staticmethod
     def similarity(embeddings1: np.ndarray, embeddings2: np.ndarray) -> np.ndarray:
-        """Compute the cosine similarities of all pairs of two sets of embeddings.
-
-        Args:
-            embeddings1: (n, d), or (d,) for one embedding.
-            embeddings2: (m, d), or (d,) for one embedding.
-
-        Returns:
-            (n, m) float32 cosines.
+        """Compute the (n, m) float32 cosines of (n, d) and (m, d) embeddings; (d,) is one embedding.
 
         Raises:
             InputError: the two have different dimensions.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class Asked(Protocol):
@@ -23,16 +23,6 @@ class Question(NamedTuple):
     instruction: str | None = None
 
 
-class Prompted(Protocol):
-    """Settings with formats for queries."""
-
-    @property
-    def instructed_query(self) -> str | None: ...
-
-    @property
-    def plain_query(self) -> str | None: ...
-
-
 def fill(text_format: str, **values: str) -> str:
     """Fill in a format's placeholders. Braces inside the values are plain text."""
     return re.sub(r"\{(\w+)\}", lambda placeholder: values[placeholder[1]], text_format)
@@ -44,12 +34,12 @@ def split(text_format: str, placeholder: str, **values: str) -> tuple[str, str]:
     return fill(before, **values), fill(after, **values)
 
 
-def query_format(settings: Prompted, query: Asked) -> str:
+def query_format(settings: Any, query: Asked) -> str:
     """Return the format for a query with or without an instruction; `{query}` if the settings have none."""
     return (settings.instructed_query if query.instruction else settings.plain_query) or "{query}"
 
 
-def query_text(settings: Prompted, query: Asked) -> str:
+def query_text(settings: Any, query: Asked) -> str:
     """Format a query and its instruction, if it has one."""
     return fill(query_format(settings, query), query=query.query, instruction=query.instruction or "")
 

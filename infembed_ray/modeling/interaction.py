@@ -94,21 +94,16 @@ class CrossAttention(nn.Module):
                 f"model={path}: has no {FILE}, which interaction=cross_attention needs; give the whole checkpoint"
             )
         saved = load_file(file)
-        found = {name: tuple(matrix.shape) for name, matrix in saved.items()}
+        shapes = {name: tuple(matrix.shape) for name, matrix in saved.items()}
         needed = {name: tuple(matrix.shape) for name, matrix in self.named_parameters()}
-        if found != needed:
-            raise InputError(f"model={path}: {FILE} has {found} instead of {needed}; give the whole checkpoint")
+        if shapes != needed:
+            raise InputError(f"model={path}: {FILE} has {shapes} instead of {needed}; give the whole checkpoint")
         self.load_state_dict(saved)
         pretrained.require_finite(f"model={path}", self.named_parameters())
 
 
 def paired(sequences: Sequence[Tokens], lay: Callable[[list[Tokens]], Layout]) -> Layout:
-    """Lay out the distinct instructions and queries of pairs.
-
-    Args:
-        sequences: pairs; the first `instruction` ids are the instruction, the others the query.
-        lay: lays out texts of one side. It gets the instructions and then the queries, each longest first.
-    """
+    """Lay out the distinct instructions and queries of pairs by `lay`: first the instructions, each side longest first."""
     parts = [_parts(s) for s in sequences]
     instructions = sorted(dict.fromkeys(i for i, _ in parts if i), key=len, reverse=True)
     queries = sorted(dict.fromkeys(q for _, q in parts), key=len, reverse=True)
@@ -122,11 +117,7 @@ def pair_batches(sequences: Sequence[Tokens], batch_tokens: int, pack: bool = Fa
     """Group rows so that the distinct texts of a group have at most `batch_tokens` tokens.
 
     Pairs with the same instruction are neighbours, so that few passes encode it. A larger pair is a group of its own.
-
-    Args:
-        sequences: pairs, as of `paired`.
-        batch_tokens: tokens per group.
-        pack: whether the texts are packed; else they are padded to the longest.
+    Texts that are not packed are padded to the longest.
     """
     parts = [_parts(s) for s in sequences]
     longest = [max(map(len, pair)) for pair in parts]
@@ -171,16 +162,9 @@ def in_rows(states: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _attend(instructions: Tensor, present: Tensor, keys: Tensor, values: Tensor, real: Tensor) -> Tensor:
-    """Compute Eq. 4 for m instructions with n queries, averaged over the instruction's tokens.
+    """Compute Eq. 4 for m instructions with n queries, averaged over the instruction's tokens: (m, n, d), fp32 at least.
 
-    Args:
-        instructions: (m, |I|, d) i_j W_i.
-        present: (m, |I|) bool mask of the instructions' tokens.
-        keys, values: (n, |Q|, d) q_k W_q1 and q_k W_q2.
-        real: (n, |Q|) bool mask of the queries' tokens.
-
-    Returns:
-        (m, n, d) in fp32 at least.
+    `instructions` are (m, |I|, d) i_j W_i, and `keys` and `values` (n, |Q|, d) q_k W_q1 and q_k W_q2, with their masks.
     """
     scores = torch.einsum("mid,nqd->minq", instructions, keys) / math.sqrt(keys.shape[2])
     wide = torch.promote_types(scores.dtype, torch.float32)

@@ -1,8 +1,6 @@
 """Late interaction: MaxSim over the token vectors of an encoder (ColBERT, arXiv 2004.12832), without further training.
 
-    score = mean over the tokens of the query of the largest cosine with a token of the passage
-
-The query's tokens are those of the instruction and the query as the encoder reads them, special tokens included.
+score = mean over the tokens of instruction and query of the largest cosine with a token of the passage
 """
 
 from __future__ import annotations
@@ -33,13 +31,7 @@ class TokenPair(NamedTuple):
 
 
 class LateInteraction(PairScorer):
-    """MaxSim over the token vectors of an encoder.
-
-    Args:
-        encoder: on its device.
-        cache_bytes: memory for the token vectors of recent queries and passages; 0: none. A passage has 1.5 KB per token
-            with 384 dimensions in float32.
-    """
+    """MaxSim over the token vectors of an encoder; `cache_bytes` keep those of recent queries and passages."""
 
     def __init__(self, encoder: InstructionEncoder, cache_bytes: int = 0) -> None:
         if encoder.interaction is not None:
@@ -78,16 +70,16 @@ class LateInteraction(PairScorer):
     def _token_vectors(self, texts: Sequence[Tokens]) -> dict[_Key, Tensor]:
         """Return the unit vectors of the tokens of each distinct text: (tokens, d) float32."""
         keyed = {_key(text): text for text in texts}
-        found = {key: vectors for key in keyed if (vectors := self._cache.get(key)) is not None}
-        new = [key for key in keyed if key not in found]
+        vectors_of = {key: vectors for key in keyed if (vectors := self._cache.get(key)) is not None}
+        new = [key for key in keyed if key not in vectors_of]
         sequences = [keyed[key] for key in new]
         for rows, layout in self._encoder.layouts(sequences, max(1, sum(map(len, sequences)))):
             flat = self._encoder.states(layout).flatten(0, 1)[layout.tokens]
             units = truncate(flat.float(), self._encoder.dimension)
             for row, vectors in zip(rows, units.split(layout.lengths.tolist()), strict=True):
-                found[new[row]] = vectors
+                vectors_of[new[row]] = vectors
                 self._cache.put(new[row], vectors.clone())  # a view would keep the whole batch
-        return found
+        return vectors_of
 
 
 def _key(text: Tokens) -> _Key:

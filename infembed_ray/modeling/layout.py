@@ -1,8 +1,7 @@
 """Layouts: how texts lie in the input of one forward pass.
 
-A layout has the tokens that the backbone reads, how they attend to one another, and the place of each text's tokens in
-the output. Padded batches, packed sequences, prefix trees and instruction-query pairs are layouts. The forward pass and
-the pooling are the same for all of them.
+Padded batches, packed sequences, prefix trees and instruction-query pairs are layouts. The forward pass and the pooling
+are the same for all of them.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ _HOST = {"lengths", "pairs", "ends"}
 class Layout:
     """Padded texts, one per row: the input of one forward pass, and the place of each text in it.
 
-    Built on the CPU. `to` moves what the kernels read; what decides shapes (`_HOST`) stays on the CPU, because reading it
-    from a device would wait for the kernels in flight.
+    What decides shapes (`_HOST`) stays on the CPU, because reading it from a device would wait for the kernels in flight.
 
     Attributes:
         input_ids: (rows, width) token ids.
@@ -70,12 +68,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def padded(sequences: Sequence[Tokens], pad_id: int) -> Layout:
-    """Lay out one text per row, padded on the right to the longest.
-
-    Args:
-        sequences: texts of one side.
-        pad_id: id of the padding token.
-    """
+    """Lay out one text of a side per row, padded on the right to the longest."""
     width = max(map(len, sequences))
     lengths = torch.tensor([len(s) for s in sequences])
     real = torch.arange(width) < lengths.unsqueeze(1)
@@ -87,10 +80,7 @@ def padded(sequences: Sequence[Tokens], pad_id: int) -> Layout:
 def length_sorted_batches(lengths: Sequence[int], batch_tokens: int, padded: bool = True) -> Iterator[list[int]]:
     """Group rows longest first, with at most `batch_tokens` tokens per group; a longer row is a group of its own.
 
-    Args:
-        lengths: tokens of each row.
-        batch_tokens: tokens per group.
-        padded: whether rows are padded to the longest of the group, so that padding counts.
+    If rows are `padded` to the longest of the group, padding counts.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     group: list[int] = []

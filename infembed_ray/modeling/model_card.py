@@ -1,7 +1,4 @@
-"""Model card (README.md) of a checkpoint: training data, settings, use and licence.
-
-It contains no path of the training machine.
-"""
+"""Model card (README.md) of a checkpoint: training data, settings, use and licence; no path of the training machine."""
 
 from __future__ import annotations
 
@@ -28,13 +25,7 @@ _MS_MARCO = ("msmarco", "ms_marco", "ms-marco")
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Training data of a checkpoint.
-
-    Attributes:
-        name: last part of the path of the records.
-        fingerprint: fingerprint of their contents.
-        sources: source of each record.
-    """
+    """Training data of a checkpoint: last part of the path, fingerprint of the contents, and source of each record."""
 
     name: str
     fingerprint: str
@@ -52,8 +43,7 @@ def write(
     """Write the card of a checkpoint.
 
     Args:
-        path: directory of the checkpoint.
-        description: what the checkpoint says of itself.
+        path, description: directory of the checkpoint, and what it says of itself.
         base_model: directory, URI or hub name of the backbone.
         data: training data.
         settings: settings that affect the result, with `objective`.

@@ -1,7 +1,6 @@
 """`infembed export`: write a checkpoint as an ONNX graph, from token ids to unit vectors.
 
-Backbone, pooling and normalisation are in the graph, so every runtime gives the same embeddings. torch's TorchScript
-exporter gives the same graph as the newer one in a third of the time, and needs no onnxscript.
+Backbone, pooling and normalisation are in the graph. torch's TorchScript exporter needs no onnxscript.
 """
 
 from __future__ import annotations
@@ -30,15 +29,11 @@ OPSET = 18
 
 
 def run(settings: ExportSettings) -> Published:
-    """Publish `model.onnx` and the tokenizer's files; `query.onnx` and `passage.onnx` of separate encoders.
-
-    Raises:
-        InputError: no such model, the model is not an encoder, or onnx is not installed.
-    """
-    found, step = prepare(settings)
+    """Publish `model.onnx`, or `query.onnx` and `passage.onnx`, and the tokenizer's files; InputError as `describe`."""
+    located, step = prepare(settings)
     if done := step.finished():
         return done
-    encoder = InstructionEncoder.from_pretrained(found.path, dimensions=settings.dimensions)
+    encoder = InstructionEncoder.from_pretrained(located.path)
     require_exportable(encoder, settings.model)
     with step.publish() as staging:
         sides: dict[str, Side] = {"model": "query"}
@@ -54,21 +49,13 @@ def run(settings: ExportSettings) -> Published:
 
 
 def prepare(settings: ExportSettings) -> tuple[checkpoint.Located, Step]:
-    """Locate the model, and identify the run.
-
-    Raises:
-        InputError: no such model, or the output cannot be written.
-    """
-    found = checkpoint.locate(settings.model, "model")
-    return found, Step("export", settings, settings.output, found.inputs, found.names)
+    """Locate the model, and identify the run; InputError without a model or if the output cannot be written."""
+    located = checkpoint.locate(settings.model, "model")
+    return located, Step("export", settings, settings.output, located.inputs, located.names)
 
 
 def require_exportable(encoder: InstructionEncoder, model: str) -> None:
-    """Check that a model can be exported: onnx is installed, and the model is a joint bidirectional encoder.
-
-    Raises:
-        InputError: it cannot be exported.
-    """
+    """Check that onnx is installed and the model is a joint bidirectional encoder; InputError otherwise."""
     try:
         import onnx  # noqa: F401
     except ImportError as error:
@@ -139,10 +126,10 @@ _WEIGHT_BYTES = 4
 
 def describe(settings: ExportSettings) -> Iterator[str]:
     """Yield what a run would do, line by line; InputError as `prepare`."""
-    found, step = prepare(settings)
+    located, step = prepare(settings)
     if (yield from state(step)):
         return
-    encoder = InstructionEncoder.from_pretrained(found.path, dimensions=settings.dimensions, device="meta")
+    encoder = InstructionEncoder.from_pretrained(located.path, device="meta")
     require_exportable(encoder, settings.model)
     parameters = sum(parameter.numel() for parameter in encoder.parameters())
     yield f"graphs: {len(encoder.backbones)}, {encoder.dimension} dimensions"

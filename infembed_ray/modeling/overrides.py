@@ -12,21 +12,16 @@ from infembed_ray.modeling.tokenizer import add_eos, marks_the_end
 
 
 class Overrides(TypedDict, total=False):
-    """What replaces the description that comes with a model. A missing key and None keep the model's own value.
+    """What replaces the description that comes with a model: the settings of `infembed train` by these names, and
+    `dimensions`, the number of leading components that make the embedding (Matryoshka). A missing key and None keep the
+    model's own value.
 
     Attributes:
-        template: how instruction and query become one text; default `instruction_first`.
-        interaction: how instruction and query meet; default `joint`.
-        pooling: `auto` keeps the model's own; default mean for encoders and bidirectional decoders, last for decoders.
-        query_prefix, passage_prefix: text before every query or passage; default none.
+        pooling: default mean for encoders and bidirectional decoders, last for decoders.
         query_length, passage_length: token limits; default as of `TextFormat`, or the model's `max_seq_length` if that
             is less. Never more than the backbone has positions.
-        append_eos: end every text with EOS. Default: only if the last token is pooled, the tokenizer has an EOS and
-            does not end texts with a special token yet, and the model is not made for embedding.
-        bidirectional: let the tokens of a decoder attend in both directions; default as in its config.
-        share_encoder: one backbone for queries and passages, or two that start equal.
-        dimensions: number of leading components that make the embedding (Matryoshka).
-        attention_dropout: dropout of the backbone's attention weights in training.
+        append_eos: default only if the last token is pooled, the tokenizer has an EOS and does not end texts with a
+            special token yet, and the model is not made for embedding.
     """
 
     template: Template | None
@@ -40,7 +35,6 @@ class Overrides(TypedDict, total=False):
     bidirectional: bool | None
     share_encoder: bool | None
     dimensions: int | None
-    attention_dropout: float | None
 
 
 def end_texts(tokenizer: Any, append_eos: bool | None, mode: PoolingMode, saved: Description) -> None:

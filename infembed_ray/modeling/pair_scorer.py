@@ -21,13 +21,7 @@ class PairScorer(ABC):
     def score(
         self, query: str, instruction: str | None, texts: Sequence[str], batch_tokens: int = BATCH_TOKENS
     ) -> np.ndarray:
-        """Score passages: (len(texts)) float32.
-
-        Args:
-            query: the query.
-            instruction: what a relevant passage must satisfy besides; None: nothing.
-            texts: the passages.
-            batch_tokens: tokens of a forward pass, with padding.
+        """Score passages, in passes of `batch_tokens` tokens with padding: (len(texts)) float32.
 
         Raises:
             InputError: a score is not finite.

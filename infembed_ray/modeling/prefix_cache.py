@@ -1,12 +1,8 @@
 """Prefix cache: encode each instruction once and reuse its keys and values; exact under causal attention.
 
-Under causal attention the states of an instruction do not depend on the query after it. A later query needs only the
-instruction's keys and values in each layer, and the sum of its states if the mean is pooled. The first query under an
-instruction is encoded whole, and the cache keeps what its instruction left in the layers. Later queries compute only
-their own tokens, at the positions after the instruction. Keys are kept with their rotary positions applied.
-
-Instructions are found by the token ids of the joint text, so the cache is exact for every tokenizer: if a tokenizer
-merges tokens across the border, `Tokens.instruction` is 0 and the text is encoded whole.
+The first query under an instruction is encoded whole, and the cache keeps what its instruction left in the layers. Later
+queries compute only their own tokens. Instructions are found by the token ids of the joint text, so the cache is exact for
+every tokenizer: if one merges tokens across the border, `Tokens.instruction` is 0 and the text is encoded whole.
 """
 
 from __future__ import annotations
@@ -177,14 +173,9 @@ def _key(tokens: Tokens) -> Key:
 
 @dataclass
 class _Text:
-    """A text in a forward pass.
+    """A text in a forward pass: its row, the ids of its instruction, and the ids to compute.
 
-    Attributes:
-        row: index of the text.
-        key: ids of its instruction; empty for none.
-        ids: the ids to compute.
-        after: the encoded instruction before them; None: the ids are the whole text.
-        prefix: receives the keys and values of the text's own instruction.
+    `after` is the encoded instruction before them; `prefix` receives the keys and values of the text's own instruction.
     """
 
     row: int

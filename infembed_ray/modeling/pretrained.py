@@ -2,8 +2,6 @@
 
 No other module calls `from_pretrained` or `from_config` of these libraries. transformers asks on the terminal whether to run
 the code of a model, initializes missing weights at random, and only warns; here both are errors.
-
-torch and the libraries are imported by the functions, because they take seconds.
 """
 
 from __future__ import annotations
@@ -31,13 +29,7 @@ _PLAIN = (
 
 
 def unloadable(setting: str, error: Exception, problem: str = _PLAIN[0], remedy: str = _PLAIN[1]) -> InputError:
-    """Return the InputError for an exception of transformers.
-
-    Args:
-        setting: name and value of the setting.
-        error: exception while the model was loaded.
-        problem, remedy: what is wrong and what to do, if the model needs no remote code.
-    """
+    """Return the InputError for an exception while a model was loaded; `problem` and `remedy` if not for remote code."""
     said = " ".join(str(error).split())
     if "trust_remote_code" in said:
         return remote_code(setting)
@@ -45,13 +37,7 @@ def unloadable(setting: str, error: Exception, problem: str = _PLAIN[0], remedy:
 
 
 def remote_code(setting: str, what: str = "trust_remote_code", remedy: str = "") -> InputError:
-    """Return the InputError for a model that names code of its own.
-
-    Args:
-        setting: name and value of the setting.
-        what: how the model names it.
-        remedy: a further way out.
-    """
+    """Return the InputError for a model that names code of its own, by `what`; `remedy` is a further way out."""
     return InputError(
         f"{setting}: needs remote code ({what}), which infembed never runs; {remedy}serve it behind an "
         "OpenAI-compatible /v1/embeddings and evaluate that, or convert it to a class of transformers"
@@ -75,10 +61,8 @@ def config(
     """Load the configuration of a backbone.
 
     Args:
-        model: directory or hub name.
+        model, subfolder, revision: directory or hub name, folder of the backbone in it, commit of a hub's model.
         setting: name and value of the setting, for messages.
-        subfolder: folder of the backbone in it.
-        revision: commit of a hub's model.
         native: accept a model that names code of its own, if transformers has a class for its type.
         remedy: how the user accepts it.
 
@@ -88,12 +72,12 @@ def config(
     from transformers import AutoConfig
 
     with _loading(setting):
-        found = AutoConfig.from_pretrained(model, subfolder=subfolder, revision=revision, trust_remote_code=False)
-    if not native and (own := getattr(found, "auto_map", None)):
+        loaded = AutoConfig.from_pretrained(model, subfolder=subfolder, revision=revision, trust_remote_code=False)
+    if not native and (own := getattr(loaded, "auto_map", None)):
         raise remote_code(setting, f"auto_map has {', '.join(own)}", remedy)
     # The kernels are a choice of this machine; a name like org/kernel would be code from the hub.
-    found._attn_implementation = None
-    return found
+    loaded._attn_implementation = None
+    return loaded
 
 
 def tokenizer(
@@ -103,10 +87,10 @@ def tokenizer(
     from transformers import AutoTokenizer
 
     with _loading(setting):
-        found = AutoTokenizer.from_pretrained(model, subfolder=subfolder, revision=revision, trust_remote_code=False)
-    if not native and "auto_map" in found.init_kwargs:
+        loaded = AutoTokenizer.from_pretrained(model, subfolder=subfolder, revision=revision, trust_remote_code=False)
+    if not native and "auto_map" in loaded.init_kwargs:
         raise remote_code(setting, "auto_map of its tokenizer_config.json", remedy)
-    return found
+    return loaded
 
 
 def build(config: Any, **options: Any) -> Any:
@@ -121,8 +105,7 @@ def weights(kind: str, model: str, setting: str, auto: Any = None, **options: An
 
     Args:
         kind: auto class of transformers, such as `AutoModel`.
-        model: directory or hub name.
-        setting: name and value of the setting, for messages.
+        model, setting: as of `config`.
         auto: class to load instead of that of the configuration.
         options: options of `from_pretrained`.
 
@@ -157,22 +140,13 @@ def _of_pooler(name: str) -> bool:
 
 
 def require_finite(setting: str, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that parameters are finite; those on the meta device are.
-
-    Raises:
-        InputError: some are not.
-    """
+    """Check that parameters are finite, as those on the meta device are; InputError otherwise."""
     if faults := [name for name, value in named if not is_finite(value)]:
         raise not_finite(setting, faults)
 
 
 def not_finite(setting: str, names: Sequence[str]) -> InputError:
-    """Return the InputError for weights that are not finite.
-
-    Args:
-        setting: name and value of the setting.
-        names: names of these weights.
-    """
+    """Return the InputError for weights of these names that are not finite."""
     return InputError(
         f"{setting}: weights are infinite or NaN: {_listed(names)}; the training diverged or the files are damaged: give "
         "another checkpoint, or train again with a lower learning_rate"
@@ -225,14 +199,7 @@ def _require_all_adapters(adapted: Any, path: str) -> None:
 def sentence_transformer(
     model: str, setting: str, device: str, dtype: torch.dtype, revision: str | None = None, **options: Any
 ) -> Any:
-    """Load a model by sentence-transformers.
-
-    Args:
-        model: directory or hub name.
-        setting: name and value of the setting, for messages.
-        device, dtype: of the parameters.
-        revision: commit of a hub's model.
-        options: further arguments of `SentenceTransformer`.
+    """Load a model by sentence-transformers; `options` are further arguments of `SentenceTransformer`.
 
     Raises:
         InputError: it cannot be loaded, needs remote code, or lacks weights.
@@ -282,10 +249,7 @@ def _modules(model: str, revision: str | None) -> Iterator[tuple[str, str]]:
 
 
 def _require_bundled(setting: str, kind: str, *configs: Mapping[str, Any]) -> None:
-    """Check that a module is one of sentence-transformers and that its files choose no code.
-
-    Versions before 6 import the classes of a directory, and every version takes another activation than a foreign one.
-    """
+    """Check that a module is one of sentence-transformers and that its files choose no code."""
     if not kind.startswith("sentence_transformers."):
         raise remote_code(setting, f"the module {kind}")
     for config in configs:
@@ -306,18 +270,13 @@ def join(folder: str, name: str) -> str:
 
 
 def weight_files(model: str, folder: str) -> list[Path]:
-    """Return the safetensors files of a backbone, without those that are missing.
-
-    Args:
-        model: directory or hub name.
-        folder: folder of the backbone, from its description.
-    """
+    """Return the safetensors files of a backbone in a folder of a model, without those that are missing."""
     listed = ["model.safetensors"]
     if cached(model, join(folder, listed[0])) is None:  # transformers prefers it too
         index = read_json(model, join(folder, "model.safetensors.index.json"))
         listed = sorted(set(index["weight_map"].values())) if index else []
-    found = (cached(model, join(folder, file)) for file in listed)
-    return [Path(file) for file in found if file]
+    paths = (cached(model, join(folder, file)) for file in listed)
+    return [Path(file) for file in paths if file]
 
 
 def _stored(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
@@ -331,7 +290,7 @@ def _stored(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
 def cached(model: str, file: str, revision: str | None = None) -> str | None:
     """Return the path of a file of a directory or of a hub's model; None if the model has no such file."""
     if Path(model).is_dir():
-        return found if Path(found := f"{model}/{file}").is_file() else None
+        return local if Path(local := f"{model}/{file}").is_file() else None
     from transformers.utils import cached_file
 
     path: str | None = cached_file(

@@ -86,11 +86,7 @@ class ModelReranker(ABC):
         self.model.to(device).eval()
 
     def score(self, pairs: Sequence[tuple[Asked, str]]) -> np.ndarray:
-        """Score pairs: (n) float32.
-
-        Raises:
-            InputError: a score is not finite.
-        """
+        """Score pairs: (n) float32; InputError if a score is not finite."""
         inputs = self.tokenized(pairs)
         scores = np.zeros(len(pairs), dtype=np.float32)
         for rows in length_sorted_batches(list(map(tokens_of, inputs)), self._batch_tokens):
@@ -169,11 +165,7 @@ class _Answering(ModelReranker):
         ]
 
     def _shortened(self, query: str, passage: str) -> dict[str, list[int]]:
-        """Tokenize a prompt with the passage truncated, and the query too if that is not enough.
-
-        Raises:
-            InputError: the rest of the prompt alone is too long.
-        """
+        """Tokenize a prompt with the passage truncated, and the query too if that is not enough; else InputError."""
         texts = {"passage": passage, "query": query}
         for part in texts:
             while True:

@@ -22,8 +22,8 @@ def tokenizer(bm25: Bm25, where: str = "bm25") -> Tokenizer:
     stem = None
     if bm25.stemmer is not None:
         if bm25.stemmer not in Stemmer.algorithms():
-            known = nearest(bm25.stemmer, Stemmer.algorithms())
-            raise InputError(f"{where}.bm25.stemmer={bm25.stemmer}: no such stemmer, {known}")
+            others = nearest(bm25.stemmer, Stemmer.algorithms())
+            raise InputError(f"{where}.bm25.stemmer={bm25.stemmer}: no such stemmer, {others}")
         stem = Stemmer.Stemmer(bm25.stemmer).stemWord
     try:
         return Tokenizer(splitter=WORD, stopwords=bm25.stopwords, stemmer=stem)

@@ -106,13 +106,7 @@ def marks_the_end(tokenizer: Any) -> bool:
 
 
 def add_eos(tokenizer: Any) -> None:
-    """Make a tokenizer end every text with EOS, also truncated ones, and also after it is saved and loaded.
-
-    The post-processor adds the token, and it is part of `tokenizer.json`.
-
-    Raises:
-        InputError: the tokenizer has no EOS token.
-    """
+    """Make a tokenizer end every text with EOS, also truncated ones, and after it is saved; InputError if it has none."""
     eos = tokenizer.eos_token
     if eos is None:
         raise InputError(f"append_eos=true: {type(tokenizer).__name__} has no EOS token; set append_eos=false")
@@ -134,13 +128,9 @@ def add_eos(tokenizer: Any) -> None:
 
 
 def tokens_before(encoded: Encoding, characters: int) -> int:
-    """Return how many tokens lie wholly within the first `characters` of a text; 0 if a token crosses that border.
+    """Return how many tokens lie wholly within the first characters, at least one, of a tokenized text.
 
-    Special tokens before the first character count.
-
-    Args:
-        encoded: the tokenized text.
-        characters: number of characters, at least 1.
+    0 if a token crosses that border. Special tokens before the first character count.
     """
     first = encoded.char_to_token(characters)
     if first is None:  # the space between instruction and query may belong to no token

@@ -13,7 +13,7 @@ from typing import Any
 
 from infembed_ray.config.base import Settings
 from infembed_ray.config.pipeline import BASE, TRAINED, WIRES, PipelineSettings
-from infembed_ray.config.verbs import VERBS, load
+from infembed_ray.config.verbs import VERBS
 from infembed_ray.errors import KNOWN, Fault, InputError, check_all, explained
 from infembed_ray.progress import say
 from infembed_ray.storage.places import address, errors_at, place_of, read_text
@@ -26,7 +26,7 @@ NOT_MADE = "/output-of-an-earlier-stage"
 
 
 def run(settings: PipelineSettings) -> None:
-    """Run all stages in order. The model of `train.push_to_hub` is uploaded when it has passed its gate.
+    """Run all stages in order.
 
     Raises:
         InputError: a stage has bad input: before the first stage if that does not depend on an earlier one's output.
@@ -46,8 +46,6 @@ def _run_stages(settings: PipelineSettings) -> None:
         say(f"\npipeline: {stage} ({number} of {len(settings.stages)})")
         own = section(settings, stage, {name: output.address for name, output in made.items()})
         try:
-            if stage == "train":  # a wrong name or token of the hub fails before the training
-                load("modeling.hub:create_repository")(settings.train)
             output = VERBS[stage].run(own, **more)
         except Exception as raised:
             error = explained(raised, stage)
@@ -79,8 +77,6 @@ def section(settings: PipelineSettings, stage: str, made: Mapping[str, str]) -> 
     if "models" in values:
         assert settings.train is not None
         values["models"] = {BASE: settings.train.model, TRAINED: values["models"]}
-    if stage == "train" and settings.train is not None and settings.train.push_to_hub:
-        values["push_to_hub"] = None  # uploaded after the gates
     if "gate" in type(own).model_fields:
         values["gate"] = own.gate  # type: ignore[attr-defined]
     if "output" in type(own).model_fields:
@@ -158,6 +154,4 @@ def _publish_release(settings: PipelineSettings, made: Mapping[str, Published]) 
                 staging.facts["stages"]["analyze"]["report_only"] = True
         done = step.published()
     say(f"pipeline: every gate is passed; release {done.manifest['identity']} is {done.address}")
-    if settings.train and "train" in made:
-        load("modeling.hub:upload")(settings.train, made["train"])
     return step

@@ -12,7 +12,6 @@ import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import get_args
@@ -44,8 +43,8 @@ from infembed_ray.records.tuples import TrainingRecord
 from infembed_ray.storage.dry_run import gib, require_space_of_workers, state
 from infembed_ray.storage.steps import STATES
 from infembed_ray.training import deepspeed_config, launch
-from infembed_ray.training.checkpoints.manager import CheckpointManager
-from infembed_ray.training.collate import Batch, collate, drawn, token_counts
+from infembed_ray.training.checkpoints.manager import KEEP_LAST, CheckpointManager
+from infembed_ray.training.collate import Batch, collate, drawn
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.observability.flops import BackboneFlops, peak_flops
 from infembed_ray.training.sources import Tally
@@ -87,10 +86,10 @@ class StepWork:
         queries, passages: texts of a batch.
         slots, tokens: positions of a step with and without padding; a shared prefix counts once.
         graph_slots: maximum of the positions whose graphs exist at once.
-        passes, batches: forward passes and batches of a step.
+        passes: forward passes of a step.
         flops: model FLOPs of a step, forward and backward.
         steps: of the whole run.
-        records: of a batch, all workers together.
+        records: of a step, all workers together.
     """
 
     queries: float
@@ -99,7 +98,6 @@ class StepWork:
     tokens: float
     graph_slots: int
     passes: float
-    batches: int
     flops: float
     steps: int
     records: int
@@ -146,18 +144,14 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
     name, gib_of_gpu = GPUS[settings.gpu]
     settings = settings.model_copy(update={"gpus_per_worker": 1.0})
     deepspeed_config.check(settings)
-    if settings.teacher is not None:
-        raise InputError.of(
-            "teacher", settings.teacher, "is not planned for", "leave it out, and reserve its fp32 weights on every GPU"
-        )
     encoder = load(settings)
     work = step_work(
         settings, encoder, torch.device("cuda"), dtype, synthetic(settings, encoder), settings.epoch_records
     )
     size = ModelSize.of(encoder, settings)
     memory = with_framework(tensor_memory(settings, work, size, saved_bytes(encoder, dtype)))
-    # GradCache repeats every forward pass but the last of a batch; checkpointing repeats each. A forward pass is a third.
-    repeated = 1 - work.batches / work.passes if settings.grad_cache_tokens else 0.0
+    # GradCache repeats every forward pass but the last; checkpointing repeats each. A forward pass is a third.
+    repeated = 1 - 1 / work.passes if settings.grad_cache_tokens else 0.0
     repeated += settings.activation_checkpointing
     seconds = work.flops * (1 + repeated / 3) / ((peak_flops(name, dtype) or math.inf) * settings.mfu)
     hours, price = seconds * work.steps / 3600, settings.gpu_usd_per_hour
@@ -185,7 +179,7 @@ def tensor_memory(settings: TrainSettings, work: StepWork, size: ModelSize, save
     held = HeldActivations(work.graph_slots * saved.token, layer)
     if settings.activation_checkpointing:
         held = HeldActivations(work.graph_slots * saved.checkpointed, 2 * layer)
-    passes = round(work.passes) if settings.grad_cache_tokens else work.batches
+    passes = round(work.passes) if settings.grad_cache_tokens else 1
     return step_memory(size, held, settings.workers, deepspeed_config.deepspeed_config(settings), passes)
 
 
@@ -217,12 +211,19 @@ def step_work(
         number: of the records of an epoch.
 
     Raises:
-        InputError: a batch has fewer records than there are workers.
+        InputError: a step has fewer records than there are workers.
     """
-    per_step, per_batch = _step_size(settings, encoder, records, number)
+    per_step = min(settings.records_per_step, number)  # as the sampler does
+    if per_step < settings.workers:
+        raise InputError.of(
+            "records_per_step",
+            settings.records_per_step,
+            f"{per_step} records a step leave some of the {settings.workers} workers without any",
+            "set more, or fewer workers",
+        )
     encoder.train()
     budget = settings.grad_cache_tokens or _ONE_PASS
-    batches = list(_batches(settings, encoder, records, min(per_batch, len(records))))
+    batches = list(_batches(settings, encoder, records, min(per_step, len(records))))
     passes = [
         [
             layout
@@ -240,34 +241,14 @@ def step_work(
     return StepWork(
         queries=fmean(len(batch.queries) for batch in batches),
         passages=fmean(len(batch.passages) for batch in batches),
-        slots=settings.accumulation * fmean(map(sum, slots)),
-        tokens=settings.accumulation * fmean(sum(map(_tokens, of_batch)) for of_batch in passes),
+        slots=fmean(map(sum, slots)),
+        tokens=fmean(sum(map(_tokens, of_batch)) for of_batch in passes),
         graph_slots=max(map(max if settings.grad_cache_tokens else sum, slots)),
-        passes=settings.accumulation * fmean(map(len, slots)),
-        batches=settings.accumulation,
-        flops=settings.accumulation * flops,
-        steps=settings.epochs * -(-number // per_step),
-        records=per_batch,
+        passes=fmean(map(len, slots)),
+        flops=flops,
+        steps=settings.epochs * -(-number // settings.records_per_step),
+        records=per_step,
     )
-
-
-def _step_size(
-    settings: TrainSettings, encoder: InstructionEncoder, records: Sequence[TrainingRecord], number: int
-) -> tuple[int, int]:
-    """Return the records of a step and of a batch, of all workers, as the sampler makes them."""
-    per_step = settings.records_per_step
-    if settings.tokens_per_step is not None:
-        counts = token_counts(encoder, list(islice(records, 256)), settings.hard_negatives)
-        per_step = max(1, round(settings.tokens_per_step / fmean(counts)))
-    per_batch = min(-(-per_step // settings.accumulation), number)
-    if per_batch < settings.workers:
-        raise InputError.of(
-            "records_per_step",
-            settings.records_per_step,
-            f"{per_batch} records a batch leave some of the {settings.workers} workers without any",
-            "set more, or fewer workers",
-        )
-    return per_step, per_batch
 
 
 def _batches(
@@ -284,7 +265,6 @@ def _batches(
             0,
             objective,
             instruction_negatives=settings.instruction_negatives,
-            shared_instructions=settings.shared_instructions,
             iq_negatives=settings.iq_negatives,
             seed=str(n),
         )
@@ -300,8 +280,6 @@ def synthetic(settings: PlanTrainSettings, encoder: InstructionEncoder) -> list[
     rng = random.Random(settings.seed)
     some = " ".join(f"w{31 * n % VOCABULARY}" for n in range(128))
     tokens_per_word = len(encoder.tokenizer(some, add_special_tokens=False)["input_ids"]) / 128
-    tokens = sum(settings.tokens[kind] for kind in _LENGTHS.values())
-    number = max(_SYNTHETIC, 2 * settings.records_per_step, 2 * (settings.tokens_per_step or 0) // tokens)
 
     def text(mean: int) -> str:
         length = mean / tokens_per_word * rng.lognormvariate(-(_SPREAD**2) / 2, _SPREAD)
@@ -309,7 +287,7 @@ def synthetic(settings: PlanTrainSettings, encoder: InstructionEncoder) -> list[
 
     return [
         Record(id=str(n), **{column: text(settings.tokens[kind]) for column, kind in _LENGTHS.items()})
-        for n in range(number)
+        for n in range(max(_SYNTHETIC, 2 * settings.records_per_step))
     ]
 
 
@@ -323,9 +301,9 @@ def as_text(made: TrainPlan) -> str:
     return "\n".join(
         [
             f"{made.model}: {size.parameters / 1e9:.3f} B parameters{trained}; {made.gpus} x {made.gpu}",
-            f"batch of a GPU: {work.queries:.0f} queries, {work.passages:.0f} passages; "
-            f"{work.tokens / work.batches:.0f} tokens ({work.slots / work.batches:.0f} with padding)",
-            f"run: {work.steps} steps of {counted(work.batches, 'batch', 'batches')} of {work.records} records, "
+            f"step of a GPU: {work.queries:.0f} queries, {work.passages:.0f} passages; {work.tokens:.0f} tokens "
+            f"({work.slots:.0f} with padding)",
+            f"run: {work.steps} steps of {work.records} records, "
             f"{work.flops * made.gpus / 1e12:.1f} model TFLOP per step",
             f"GiB of a GPU at the peak of a step: {', '.join(parts)}",
             f"memory: {made.memory.total / GIB:.1f} GiB at the peak, {made.start / GIB:.1f} GiB at the start, of "
@@ -350,21 +328,20 @@ def describe(settings: TrainSettings) -> Iterator[str]:
     encoder = launch.check_model(inputs.settings)
     with tempfile.TemporaryDirectory() as directory:  # a copy of the records, as the run makes it
         tallies: dict[str, Tally] = {}
-        rows, sampler, steps = launch.lay_out(settings, inputs, encoder, Path(directory), tallies)
+        rows, sampler = launch.lay_out(settings, inputs, Path(directory), tallies)
         output = {"output": step.remote.uri} if step.remote else {}
         resumed = inputs.settings.model_copy(update=output)
         done = CheckpointManager(step.partial / STATES, resumed, sampler).require_resumable()
         for name, tally in tallies.items():
             yield f"{name.removesuffix('.path')}: {tally.describe(inputs.files[name])}"
         yield (
-            f"steps: {-(-steps // settings.epochs):,} per epoch, {steps:,} in {counted(settings.epochs, 'epoch')}, on "
+            f"steps: {sampler.steps_per_epoch:,} per epoch, {sampler.steps:,} in {counted(settings.epochs, 'epoch')}, on "
             f"{counted(settings.workers, 'worker')}" + (f"; {done:,} are done" if done else "")
         )
         memory = peak_memory(inputs.settings, encoder, rows)
     weights = ModelSize.of(encoder, settings)
     yield f"model: {weights.parameters / 1e6:,.1f} M parameters, {weights.trained / 1e6:,.1f} M trained"
-    without = "" if settings.teacher is None else ", without the teacher"
     of = "of each GPU" if settings.gpus_per_worker else "of CPU memory for the tensors of each worker"
-    yield f"memory: about {gib(memory)} {of} at the peak of a step{without}"
-    states = settings.keep_last + settings.keep_best + 1
+    yield f"memory: about {gib(memory)} {of} at the peak of a step"
+    states = KEEP_LAST + (settings.validation is not None) + 1
     yield require_space_of_workers(step, _WEIGHT_BYTES * weights.parameters + states * _STATE_BYTES * weights.trained)

@@ -179,12 +179,7 @@ def _design(settings: SweepSettings, row: str, change: dict[str, Any]) -> TrainS
     try:
         Objective.from_settings(train)
         deepspeed_config.check(train)
-        update: dict[str, Any] = {}
-        if train.teacher is not None:
-            update["teacher"] = locate(train.teacher, "teacher").path
-        if train.offload.nvme_path is not None:
-            update["offload"] = train.offload.model_copy(update={"nvme_path": _absolute(train.offload.nvme_path)})
-        return _absolute_inputs(train.model_copy(update=update), "")
+        return _absolute_inputs(train, "")
     except InputError as error:
         raise error.within(f"row {row}: ") from error
 

@@ -20,11 +20,8 @@ def load_encoder(
 ) -> InstructionEncoder:
     """Load the encoder of a run in fp32, or in bf16 on a GPU if the run computes in it; DeepSpeed keeps fp32 master weights.
 
-    Args:
-        settings: Settings of the run.
-        device: Device to load it to; on `meta`, no weights are read, to check the settings against the model.
-        quantized: Whether to quantize the backbone to 4 bits under the adapters (QLoRA). The exported model is not
-            quantized: the adapters are merged into the full weights.
+    On the device `meta` no weights are read, to check the settings against the model. `quantized` loads the backbone in 4
+    bits under the adapters (QLoRA); on export they are merged into the full weights.
     """
     on_gpu = torch.device(device).type == "cuda"
     encoder = InstructionEncoder.from_pretrained(

@@ -66,13 +66,7 @@ def drawn(
     record: TrainingRecord, hard_negatives: int | None, seed: str, overlap_dropout: OverlapDropout | None = None
 ) -> TrainingRecord:
     """Draw what a step uses of a record: words of its instructions, and of an example's passages one positive, which comes
-    first, and some negatives.
-
-    Args:
-        record: Example or InF-IR record.
-        hard_negatives: Maximum number of negatives of an example; None: all.
-        seed: Seed of the step; a record draws the same on every worker.
-        overlap_dropout: What to do with words of an instruction that a passage of the record has, too; None: keep them.
+    first, and at most `hard_negatives` negatives. With the seed of the step, a record draws the same on every worker.
     """
     rng = random.Random(f"{seed}/{record.id}")
     if overlap_dropout is not None:
@@ -90,32 +84,9 @@ def drawn(
     return replace(record, **changed)
 
 
-def token_counts(
-    encoder: InstructionEncoder, records: Sequence[TrainingRecord], hard_negatives: int | None = None
-) -> list[int]:
-    """Count the most tokens of each record's own tuples, truncated as for training, without padding.
-
-    Sampled instruction negatives are left out. Of an example, the longest positive and the `hard_negatives` longest
-    negatives count.
-    """
-    rows = [(n, t) for n, record in enumerate(records) for t in flatten(record)]
-    counts = [0] * len(records)
-    joint = encoder.tokenize_queries([t.query for _, t in rows], [t.instruction for _, t in rows])
-    passages = iter(
-        encoder.tokenize_passages([p for _, t in rows for p in (t.passage, *t.other_positives, *t.negatives)])
-    )
-    for (record, t), query in zip(rows, joint, strict=True):
-        positives = [len(next(passages)) for _ in (t.passage, *t.other_positives)]
-        negatives = sorted((len(next(passages)) for _ in t.negatives), reverse=True)[:hard_negatives]
-        counts[record] += len(query) + max(positives) + sum(negatives)
-    return counts
-
-
 def sample_instructions(pool: Sequence[str], count: int | None, rng: random.Random) -> list[str]:
-    """Sample instructions without repetition, enough for `count` negatives of any row; `count=None` takes the whole pool.
-
-    They are two more than a row adds to its poisoned instruction, because its own and its poisoned one may be sampled.
-    """
+    """Sample instructions without repetition, enough for `count` negatives of any row; `count=None` takes the whole pool."""
+    # Two more than a row adds to its poisoned instruction, because its own and its poisoned one may be sampled.
     return list(pool) if count is None else rng.sample(pool, min(len(pool), count + 1))
 
 
@@ -124,12 +95,7 @@ def other_instructions(row: TrainingTuple, sampled: Sequence[str], count: int | 
 
     The record's own poisoned instruction comes first, then the sampled ones in their order. An instruction equal to the
     row's own is no negative, because rows of one record share I+. A row without an instruction takes none of the sampled
-    ones: its passage may answer the query under any of them.
-
-    Args:
-        row: Training tuple.
-        sampled: Distinct instructions; see `sample_instructions`.
-        count: Maximum number of negatives; None: all.
+    ones: its passage may answer the query under any of them. There are at most `count`; None: all.
     """
     first = [row.poisoned] if row.poisoned not in ("", row.instruction) else []
     rest = [i for i in sampled if i not in (row.instruction, row.poisoned)] if row.instruction else []
@@ -138,13 +104,13 @@ def other_instructions(row: TrainingTuple, sampled: Sequence[str], count: int | 
 
 @dataclass(frozen=True)
 class Batch:
-    """One worker's share of a micro-batch, tokenized.
+    """One worker's share of a step, tokenized.
 
     Attributes:
         queries: The distinct (instruction, query) texts that the objective needs.
         own: `queries[own[i]]` is the (I_i, Q_i) of row i.
         instruction_candidates: `queries[n]` for n in `instruction_candidates[i]` are the (I_j, Q_i) of row i; for
-            `nce{PIQ}`, j runs over all rows of the micro-batch. Empty if the objective does not contrast instructions.
+            `nce{PIQ}`, j runs over all rows of the step. Empty if the objective does not contrast instructions.
         query_candidates: The same for the (I_i, Q_k) of row i. Empty unless the negatives of IQ are these.
         passages: B passages of the rows, then their hard negatives, row by row.
         query_ids, passage_ids: Hashes of the tokens of `queries` and `passages`, the same on every worker.
@@ -194,7 +160,6 @@ def collate(
     objective: Objective,
     *,
     instruction_negatives: int | None = None,
-    shared_instructions: bool | None = None,
     iq_negatives: IQNegatives = "kk",
     seed: str = "",
 ) -> Batch:
@@ -202,15 +167,13 @@ def collate(
 
     Args:
         encoder: Encoder whose tokenizer is used.
-        shares: Records of the micro-batch, of every worker in rank order. Of an example, the first positive and all
+        shares: Records of the step, of every worker in rank order. Of an example, the first positive and all
             negatives are used; see `drawn`.
         rank: Rank of this worker.
         objective: Objective that decides which texts are needed.
         instruction_negatives: I-negatives per row, drawn from the instructions of all workers; a row gets the same ones
-            on any worker. None: all instructions of this worker's share, so that the number of joint texts grows only
-            with its own rows.
-        shared_instructions: Draw one set of instructions for all rows of the micro-batch, so that the queries under an
-            instruction share its encoding as a prefix; False: draw for each row; None: True for a causal backbone.
+            on any worker. For a causal backbone they are drawn once for all rows, so that the queries under an instruction
+            share its encoding as a prefix. None: all instructions of this worker's share.
         iq_negatives: `ik` pairs each row's instruction with all queries of this worker's share.
         seed: Seed of the drawn instructions.
     """
@@ -220,9 +183,8 @@ def collate(
     texts = _JointTexts()
     own = [texts.index(t.instruction, t.query) for t in rows]
     everyones = [t for share in step for t in share]
-    shared = encoder.causal if shared_instructions is None else shared_instructions
     mine = range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    others = _candidate_instructions(objective, everyones, mine, instruction_negatives, shared, seed)
+    others = _candidate_instructions(objective, everyones, mine, instruction_negatives, encoder.causal, seed)
     instruction_candidates = [[texts.index(i, t.query) for i in its] for t, its in zip(rows, others, strict=False)]
     query_candidates: list[list[int]] = []
     if "IQ" in objective.variables and iq_negatives == "ik":
@@ -274,6 +236,6 @@ class _JointTexts(dict[tuple[str, str], int]):
 
 
 def _identity(tokens: Tokens) -> int:
-    """Hash tokens to the same number in every process, unlike Python's `hash`."""
+    """Hash tokens to the same number in every process."""
     digest = hashlib.blake2b(array("q", tokens.ids).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)

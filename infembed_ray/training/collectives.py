@@ -37,10 +37,6 @@ def gather_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
 
     Differentiable. If each worker minimizes the mean loss of its own rows times `Batch.share`, and parameter gradients
     are averaged over workers, as DeepSpeed does, that average is the gradient of the mean over all rows.
-
-    Args:
-        rows: Rows of this worker, as many as `sizes` gives for its rank.
-        sizes: Number of rows of every worker, in rank order.
     """
     if world()[1] == 1:
         return rows

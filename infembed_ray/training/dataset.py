@@ -5,14 +5,13 @@ A node without that path copies the file from an object store, once for all its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, overload
 
-import numpy as np
 import pyarrow as pa
 
 from infembed_ray.records import tuples
@@ -27,7 +26,6 @@ RECORDS = "records.arrow"
 _ROWS = 1024
 """Rows per record batch of the file; the last batch may have fewer."""
 _BLOCK = 1 << 20
-_TOKENS = "tokens"
 _COLUMNS = {kind: [f.name for f in fields(kind)] for kind in (Record, Example)}
 _SCHEMA = pa.unify_schemas([pa.schema([(name, pa.string()) for name in _COLUMNS[Record]]), tuples.SCHEMA])
 """Columns of both kinds of records; a row has those of its own kind, and the others are null."""
@@ -40,10 +38,7 @@ class Dataset(Sequence[TrainingRecord]):
         self.path = path
 
     def uploaded(self, folder: Folder) -> Dataset:
-        """Upload the file to a folder of an object store, and return the same records for workers on other nodes.
-
-        An object with these bytes, of an interrupted run, stays: the nodes then use the copies that they have.
-        """
+        """Upload the file to a folder of an object store, unless it has these bytes; return the same records there."""
         assert isinstance(self.path, Path)
         target = folder / self.path.name
         if not _same(self.path, target):
@@ -57,28 +52,14 @@ class Dataset(Sequence[TrainingRecord]):
             return [reader.get_batch(n) for n in range(reader.num_record_batches)]
 
     @classmethod
-    def write(
-        cls,
-        path: Path,
-        records: Iterable[TrainingRecord],
-        count: Callable[[Sequence[TrainingRecord]], Sequence[int]] | None = None,
-    ) -> Dataset:
-        """Write a file atomically, in bounded memory, and open it.
-
-        Args:
-            path: Path of the file.
-            records: Records in the order of their row numbers.
-            count: Function that counts the tokens of each of some records; the counts are written beside them.
-        """
-        schema = _SCHEMA if count is None else _SCHEMA.append(pa.field(_TOKENS, pa.int32()))
+    def write(cls, path: Path, records: Iterable[TrainingRecord]) -> Dataset:
+        """Write records to a file atomically, in bounded memory, and open it."""
         rest = iter(records)
-        with durable.replacing(path) as sink, pa.ipc.new_file(sink, schema) as writer:
+        with durable.replacing(path) as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
             while some := list(islice(rest, _ROWS)):
                 rows = [vars(record) for record in some]
                 columns = {name: [row.get(name) for row in rows] for name in _SCHEMA.names}
-                if count is not None:
-                    columns[_TOKENS] = list(count(some))
-                writer.write_batch(pa.RecordBatch.from_pydict(columns, schema=schema))
+                writer.write_batch(pa.RecordBatch.from_pydict(columns, schema=_SCHEMA))
         return cls(path)
 
     def __reduce__(self) -> tuple[type[Dataset], tuple[Place]]:
@@ -101,19 +82,12 @@ class Dataset(Sequence[TrainingRecord]):
 
     def __iter__(self) -> Iterator[TrainingRecord]:
         for batch in self._batches:
-            yield from map(_record, batch.select(_SCHEMA.names).to_pylist())
+            yield from map(_record, batch.to_pylist())
 
     @cached_property
     def fingerprint(self) -> str:
         """Fingerprint of the contents (16 hex digits), whatever the format of the input."""
         return fingerprint(self.path)
-
-    @cached_property
-    def tokens(self) -> np.ndarray | None:
-        """Token count of each record, shape (len,); None if they were not counted."""
-        if not self._batches or _TOKENS not in self._batches[0].schema.names:
-            return None
-        return np.concatenate([batch.column(_TOKENS).to_numpy() for batch in self._batches])
 
 
 def _record(row: Mapping[str, Any]) -> TrainingRecord:

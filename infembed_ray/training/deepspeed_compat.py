@@ -1,8 +1,4 @@
-"""Every private name of DeepSpeed (0.19) and torch (2.13) that training uses, with the reason.
-
-No other module of the package uses one. tests/training/test_deepspeed_compat.py has a contract test for each of them,
-so that an upgrade which changes one fails there.
-"""
+"""Every private name of DeepSpeed (0.19) that training uses, with the reason; no other module of the package uses one."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import contextlib
 import copy
 import importlib
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +14,9 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine as CheckpointEngine
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor, nn
-from torch.utils.cpp_extension import _get_build_directory
-
-from infembed_ray.storage import durable
 
 communication: Any = importlib.import_module("deepspeed.comm.torch")
 """DeepSpeed's communication backend. `import deepspeed.comm.torch as ...` may give torch itself, which `deepspeed.comm` imports."""
@@ -33,8 +24,6 @@ SHARDED_STATES = "*zero_pp_rank_*_optim_states.pt"
 """Files of a ZeRO checkpoint; their names tell a sharded checkpoint from one of stage 0."""
 WHOLE_STATE = "mp_rank_00_model_states.pt"
 """File of a stage-0 checkpoint that holds the weights. `zero_to_fp32` reads sharded checkpoints only."""
-BUILD_LOCK = "lock"
-"""File that torch's FileBaton creates in an op's build directory."""
 
 
 def skip_shared_memory_op() -> None:
@@ -45,28 +34,10 @@ def skip_shared_memory_op() -> None:
     communication.build_shm_op = lambda: None
 
 
-def build_async_io() -> bool:
-    """Compile and load the op of NVMe offload, one process at a time; return False if this node lacks libaio's headers.
-
-    torch guards a build with a lock file in `_get_build_directory`. A killed build leaves the file, and every later one
-    would wait for it forever. With the flock held, such a directory is of a killed build and is deleted.
-    """
-    builder = AsyncIOBuilder()
-    if not builder.is_compatible():
-        return False
-    directory = Path(_get_build_directory(builder.name, verbose=False))
-    with durable.exclusive_lock(directory.with_name(f".{builder.name}.lock"), wait=True):
-        if (directory / BUILD_LOCK).exists():
-            shutil.rmtree(directory)
-        builder.load(verbose=False)
-    return True
-
-
 def partitioner(config: dict[str, Any], dtype: torch.dtype) -> Callable[[nn.Parameter], None]:
     """Return a function that keeps of a parameter this worker's ZeRO-3 partition of worker 0's values.
 
-    `zero.Init` partitions all parameters of a given module at once, or in the module's constructor. Loading needs the same
-    for one parameter at a time, which `_convert_to_zero_parameters` does.
+    `zero.Init` partitions whole modules; its `_convert_to_zero_parameters` takes one parameter at a time.
     """
     init = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config, dtype=dtype)
     return lambda parameter: init._convert_to_zero_parameters([parameter])
@@ -107,35 +78,21 @@ def clear_gradients(optimizer: Any, zero_stage: int, offloaded: bool) -> None:
             gradient.zero_()
 
 
-@contextlib.contextmanager
-def loading_universal(engine: Any, zero_stage: int) -> Iterator[None]:
-    """Work around two defects of DeepSpeed 0.19 while the block loads a universal checkpoint into an engine.
+def load(engine: Any, directory: Path, tag: str, universal: bool) -> None:
+    """Restore an engine from the checkpoint `directory/tag`.
 
-    ZeRO-1 and 2 fail at a parameter group of which this worker holds no part, such as that of the temperature, a single
-    number: those groups are hidden (a parameter in `bf16_groups` or `bit16_groups` without `_hp_mapping`). ZeRO-3 gives
-    all groups the options of the first, and all of them one step counter, which each then advances: both are restored.
+    `load_universal_checkpoint` chooses the format of the next load; in a configuration file it would hold for every load.
+    DeepSpeed 0.19 gives the parts of a ZeRO-3 optimizer one common step counter then, which each of them would advance.
     """
-    optimizer = engine.optimizer
-    groups = optimizer.param_groups
-    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    if zero_stage < 3:
-        parts = optimizer.bf16_groups if hasattr(optimizer, "bf16_groups") else optimizer.bit16_groups
-        optimizer.optimizer.param_groups = [
-            group for group, part in zip(groups, parts, strict=True) if any(p._hp_mapping for p in part)
-        ]
-    set_load_universal(engine, True)
-    yield
-    optimizer.optimizer.param_groups = groups
-    for group, own in zip(groups, options, strict=True):
-        group |= own
-    for state in optimizer.optimizer.state.values():
-        if "step" in state:
-            state["step"] = copy.deepcopy(state["step"])
-
-
-def set_load_universal(engine: Any, value: bool) -> None:
-    """Choose the format that the next `load_checkpoint` reads. In a configuration file it would hold for every load."""
-    engine._config.load_universal_checkpoint = value
+    engine._config.load_universal_checkpoint = universal
+    # Not strict, because the checkpoint has no frozen parameters.
+    path, _ = engine.load_checkpoint(str(directory), tag=tag, load_module_strict=False)
+    if path is None:
+        raise RuntimeError(f"DeepSpeed could not load {directory / tag}")
+    if universal:
+        for state in engine.optimizer.optimizer.state.values():
+            if "step" in state:
+                state["step"] = copy.deepcopy(state["step"])
 
 
 def to_universal(checkpoint: Path, output: Path) -> None:

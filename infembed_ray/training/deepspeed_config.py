@@ -1,8 +1,7 @@
-"""DeepSpeed configuration of a run, and the keys that a user may override. It does not import DeepSpeed."""
+"""DeepSpeed configuration of a run, and the keys that a user may add. It does not import DeepSpeed."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,34 +11,17 @@ from infembed_ray.storage import durable
 
 FILE = "deepspeed.json"
 """File in the output of a run that shows its configuration."""
-
-_OWN_SETTING = {
-    "train_batch_size": "records_per_step",
-    "train_micro_batch_size_per_gpu": "records_per_step",
-    "gradient_accumulation_steps": "accumulation",
-    "gradient_clipping": "max_grad_norm",
-    "scheduler": "schedule",
-    "bf16": "precision",
-    "fp16": "precision",
-    "amp": "precision",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.weight_decay": "weight_decay",
-    "zero_optimization.stage": "zero_stage",
-    "zero_optimization.offload_optimizer.device": "offload.optimizer",
-    "zero_optimization.offload_optimizer.nvme_path": "offload.nvme_path",
-    "zero_optimization.offload_param.device": "offload.parameters",
-    "zero_optimization.offload_param.nvme_path": "offload.nvme_path",
+_RESERVED = {
+    "deepspeed.train_batch_size",
+    "deepspeed.scheduler",
+    "deepspeed.fp16",
+    "deepspeed.amp",
+    "deepspeed.checkpoint",
+    "deepspeed.zero_optimization.offload_optimizer",
+    "deepspeed.zero_optimization.offload_param",
+    "deepspeed.zero_optimization.compute_grad_norm",
 }
-"""Key that an override may not set -> the setting that sets it."""
-_RESERVED = (
-    "managed_gradient_accumulation",
-    "optimizer.type",
-    "optimizer.params.torch_adam",
-    "data_types.grad_accum_dtype",
-    "zero_optimization.compute_grad_norm",
-    "checkpoint",
-)
-"""Keys that no setting may change, because the engine relies on their values."""
+"""Keys that the engine needs to be absent, beside those that it sets."""
 
 
 def check(settings: TrainSettings) -> None:
@@ -49,44 +31,36 @@ def check(settings: TrainSettings) -> None:
         InputError: DeepSpeed would reject or ignore a setting, or it would break the engine.
     """
     stage, offload = settings.zero_stage, settings.offload
-    if stage == 0 and (offload.optimizer or offload.parameters):
-        raise InputError("zero_stage=0: does not support offload; set zero_stage=1 or higher, or leave offload out")
-    if stage != 3 and offload.parameters:
-        raise InputError(f"offload.parameters={offload.parameters}: needs zero_stage=3, not {stage}; or leave it out")
-    if offload.parameters == "nvme" and offload.nvme_path is None:
-        raise InputError("offload.nvme_path is missing: offloading to nvme needs a directory on every node's own disk")
-    if settings.precision == "bf16" and stage == 0:
-        raise InputError("precision=bf16: zero_stage=0 would accumulate and export in bf16; set zero_stage=1 or higher")
-    if settings.compile and stage == 3:
-        raise InputError(
-            "compile=true: zero_stage=3 gathers parameters in hooks, which cannot be compiled; set zero_stage=2 or "
-            "compile=false"
+    if offload is not None and stage == 0:
+        raise InputError.of("offload", offload, "zero_stage=0 does not support it", "set zero_stage=1 or higher")
+    if offload == "all" and stage != 3:
+        raise InputError.of(
+            "offload", offload, f"needs zero_stage=3, not {stage}", "set offload=optimizer, or zero_stage=3"
         )
-    for key in _leaves(settings.deepspeed):
-        for owned, setting in _OWN_SETTING.items():
-            if _within(key, owned):
-                raise InputError(f"deepspeed.{key}: the setting {setting} decides it; set that instead")
-        for owned in _RESERVED:
-            if _within(key, owned):
-                raise InputError(
-                    f"deepspeed.{key}: cannot be changed, because the engine relies on its value; leave it out"
-                )
+    if settings.precision == "bf16" and stage == 0:
+        remedy = "set zero_stage=1 or higher"
+        raise InputError.of("precision", "bf16", "zero_stage=0 would accumulate and export in bf16", remedy)
+    deepspeed_config(settings)
 
 
 def deepspeed_config(settings: TrainSettings) -> dict[str, Any]:
-    """Return the DeepSpeed configuration of a run. `Engine.update` sets the learning rate of each step."""
+    """Return the DeepSpeed configuration of a run. `Engine.update` sets the learning rate of each step.
+
+    Raises:
+        InputError: the setting `deepspeed` has a key that the engine or another setting decides.
+    """
     zero: dict[str, Any] = {"stage": settings.zero_stage}
-    offload = settings.offload
-    for key, device in (("offload_optimizer", offload.optimizer), ("offload_param", offload.parameters)):
-        if device is not None:
-            zero[key] = {"device": device, "pin_memory": settings.gpus_per_worker > 0}
-            zero[key] |= {"nvme_path": offload.nvme_path} if device == "nvme" else {}
+    on_cpu = {"device": "cpu", "pin_memory": settings.gpus_per_worker > 0}
+    if settings.offload is not None:
+        zero["offload_optimizer"] = on_cpu
+    if settings.offload == "all":
+        zero["offload_param"] = dict(on_cpu)
     ours = {
-        "train_micro_batch_size_per_gpu": -(-settings.records_per_step // (settings.accumulation * settings.workers)),
+        "train_micro_batch_size_per_gpu": -(-settings.records_per_step // settings.workers),
         "gradient_accumulation_steps": 1,  # the engine marks the last backward pass of a step itself
         # With gradients offloaded to the CPU, `step` must end the accumulation. Managed, DeepSpeed would lose the
-        # gradient of a parameter that the last pass does not reach (the temperature, the other tower).
-        "managed_gradient_accumulation": settings.zero_stage < 2 or offload.optimizer is None,
+        # gradient of a parameter that the last pass does not reach (the other tower).
+        "managed_gradient_accumulation": settings.zero_stage < 2 or settings.offload is None,
         "gradient_clipping": settings.max_grad_norm,
         "zero_optimization": zero,
         "bf16": {"enabled": settings.precision == "bf16"},
@@ -103,7 +77,7 @@ def deepspeed_config(settings: TrainSettings) -> dict[str, Any]:
         },
         "steps_per_print": 1 << 30,
     }
-    return _merged(ours, settings.deepspeed)
+    return _extended(ours, settings.deepspeed, "deepspeed")
 
 
 def write(settings: TrainSettings, directory: Path) -> None:
@@ -111,23 +85,15 @@ def write(settings: TrainSettings, directory: Path) -> None:
     durable.replace_json(directory / FILE, deepspeed_config(settings))
 
 
-def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
-    """Return `base` updated by `override`, level by level."""
-    merged = copy.deepcopy(base)
-    for key, value in override.items():
-        nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], value) if nested else copy.deepcopy(value)
-    return merged
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return the dotted names of all values that are not mappings, and of empty mappings."""
-    names: list[str] = []
-    for key, value in values.items():
-        names += _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]
-    return names
-
-
-def _within(key: str, owned: str) -> bool:
-    """Return whether a key is `owned`, below it, or a mapping that replaces it."""
-    return f"{key}.".startswith(f"{owned}.") or f"{owned}.".startswith(f"{key}.")
+def _extended(ours: dict[str, Any], additions: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return `ours` with additional keys, level by level; InputError for a key that is reserved or set already."""
+    extended = dict(ours)
+    for key, value in additions.items():
+        name = f"{prefix}.{key}"
+        if isinstance(value, dict) and isinstance(extended.get(key), dict):
+            extended[key] = _extended(extended[key], value, name)
+        elif key in extended or name in _RESERVED:
+            raise InputError.of(name, value, "the engine or a setting of its own decides it", "leave it out")
+        else:
+            extended[key] = value
+    return extended

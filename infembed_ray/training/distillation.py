@@ -10,18 +10,8 @@ from infembed_ray.modeling.layout import on_device
 from infembed_ray.training.collate import Batch
 
 
-def distill(
-    settings: Distillation, batch: Batch, queries: Tensor, passages: Tensor, temperature: float | Tensor
-) -> Tensor:
-    """Compute the distillation loss of a batch; see `distillation_loss`.
-
-    Args:
-        settings: Loss, and the temperature of the teacher.
-        batch: This worker's share of the micro-batch.
-        queries: (n, d) unit vectors of `batch.queries`.
-        passages: (m, d) unit vectors of `batch.passages`.
-        temperature: Divisor of the similarities.
-    """
+def distill(settings: Distillation, batch: Batch, queries: Tensor, passages: Tensor, temperature: float) -> Tensor:
+    """Compute the distillation loss of a worker's share of a step, from the (n, d) and (m, d) vectors of its texts."""
     device = queries.device
     own = queries[on_device(torch.tensor(batch.own), device)]
     first = sum(batch.sizes[: batch.rank])
@@ -39,30 +29,23 @@ def distill(
 
 
 def distillation_loss(
-    settings: Distillation, similarities: Tensor, teacher: Tensor, mask: Tensor, temperature: float | Tensor
+    settings: Distillation, similarities: Tensor, teacher: Tensor, mask: Tensor, temperature: float
 ) -> Tensor:
-    """Compare the similarities of each row's candidates with a teacher's scores.
+    """Compare the similarities of each row's candidates with a teacher's scores: KL(softmax(t) || softmax(s)).
 
-    With logits s = similarities / temperature and t = teacher / teacher_temperature, and the positive in column 0:
-
-        margin_mse  mean over the negatives n of ((s_0 - s_n) - (t_0 - t_n)) ** 2 (arXiv 2010.02666)
-        kl          KL(softmax(t) || softmax(s)) over all candidates
+    The logits are s = similarities / temperature and t = teacher / teacher_temperature.
 
     Args:
-        settings: Loss, and the temperature of the teacher.
+        settings: Temperature of the teacher.
         similarities: (B, 1 + N) cosine similarities.
         teacher: (B, 1 + N) scores of the teacher.
         mask: (B, 1 + N) bool, False where there is no candidate.
-        temperature: Divisor of the similarities. A tensor of one element receives a gradient.
+        temperature: Divisor of the similarities.
 
     Returns:
         Scalar mean over all B rows. A row without negatives or without scores counts as 0.
     """
     student, taught = similarities / temperature, teacher / settings.teacher_temperature
-    if settings.loss == "margin_mse":
-        wrong = (student[:, :1] - student[:, 1:]) - (taught[:, :1] - taught[:, 1:])
-        squared = wrong.masked_fill(~mask[:, 1:], 0.0).square().sum(dim=1)
-        return (squared / mask[:, 1:].sum(dim=1).clamp(min=1)).mean()
     least = torch.finfo(student.dtype).min
     ours, theirs = (logits.masked_fill(~mask, least).log_softmax(dim=1) for logits in (student, taught))
     return (theirs.exp() * (theirs - ours).masked_fill(~mask, 0.0)).sum(dim=1).mean()

@@ -30,6 +30,11 @@ from infembed_ray.storage.places import place_of
 from infembed_ray.storage.steps import STATES
 from infembed_ray.training.node_files import RAY_TRAIN_LOGS, node_directory
 
+PLACEMENT_TIMEOUT_S = 600.0
+"""Seconds to wait for resources of the cluster, all restarts together, unless `_START_TIMEOUT` is set."""
+_START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+"""Ray Train's environment variable: seconds of one wait."""
+
 
 def fit(settings: TrainSettings, rows: Sequence[TrainingRecord], directory: Path) -> None:
     """Train on a Ray cluster to the end.
@@ -49,11 +54,9 @@ def fit(settings: TrainSettings, rows: Sequence[TrainingRecord], directory: Path
     if short := _shortage(settings):
         if not grows:
             raise InputError(short)
-        say(f"train: waiting up to {settings.placement_timeout_s:g} s for resources: {short}")
+        say(f"train: waiting for resources: {short}")
     # Ray Train counts each wait for resources as a failure, so all waits together take the time-out.
-    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(
-        settings.placement_timeout_s / (1 + settings.max_failures)
-    )
+    os.environ.setdefault(_START_TIMEOUT, str(PLACEMENT_TIMEOUT_S / (1 + settings.max_failures)))
     remote = place_of(settings.output) if is_uri(settings.output) else None
     logs = remote / RAY_TRAIN_LOGS if isinstance(remote, Folder) else directory / STATES / RAY_TRAIN_LOGS
     system, path = logs.file_system() if isinstance(logs, Folder) else (None, str(logs))
@@ -65,14 +68,11 @@ def fit(settings: TrainSettings, rows: Sequence[TrainingRecord], directory: Path
             "directory": str(directory),
             "run": telemetry.current(),
         },
-        torch_config=TorchConfig(
-            backend="nccl" if settings.gpus_per_worker else "gloo", timeout_s=settings.collective_timeout_s
-        ),
+        torch_config=TorchConfig(backend="nccl" if settings.gpus_per_worker else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=settings.workers,
             use_gpu=settings.gpus_per_worker > 0,
             resources_per_worker=_per_worker(settings),
-            placement_strategy=settings.placement,
         ),
         run_config=RunConfig(
             name=f"{time.time_ns()}",  # a new name for each attempt, because runs resume from our own checkpoints
@@ -128,11 +128,8 @@ def _explained(error: TrainingFailedError, settings: TrainSettings) -> Exception
     """Return an error of one line for a run that Ray Train gave up."""
     if isinstance(error, ControllerError) and isinstance(error.controller_failure, ray_compat.placement_errors()):
         needed, free = _per_worker(settings), ray.available_resources()
-        return InputError(
-            f"placement_timeout_s={settings.placement_timeout_s:g}: no resources for workers={settings.workers} of "
-            f"{_listed(needed)} each (placement={settings.placement}); free now: "
-            f"{_listed({name: free.get(name, 0.0) for name in needed})}; set fewer workers, or wait longer"
-        )
+        fault = f"no resources for {_listed(needed)} each; free now: {_listed({n: free.get(n, 0.0) for n in needed})}"
+        return InputError.of("workers", settings.workers, fault, f"set fewer, or a longer {_START_TIMEOUT} (s)")
     failures = error.worker_failures if isinstance(error, WorkerGroupError) else {}
     if not failures:
         return explained(error, "train")

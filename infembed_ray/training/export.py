@@ -11,42 +11,30 @@ from infembed_ray.modeling import checkpoint as models
 from infembed_ray.modeling.checkpoint_writer import Stored
 from infembed_ray.training import deepspeed_compat
 from infembed_ray.training.backbone import load_encoder
-from infembed_ray.training.zero_init import restore_buffers, sources_of
-
-_ENCODER = "encoder."
-"""Prefix of the encoder's parameters in `engine.Trained`."""
+from infembed_ray.training.zero_init import restore_buffers, stored_weights
 
 
 def export(checkpoint: Path, settings: TrainSettings, path: Path) -> None:
     """Write the fp32 master weights of a training checkpoint, of any ZeRO stage, as a model directory.
 
     Adapters are merged into the weights of the model's files. Where every parameter is one tensor of these files, weights
-    are read and written file by file; otherwise the model is loaded whole.
-
-    Args:
-        checkpoint: Directory that `Engine.save` wrote.
-        settings: Settings of the run.
-        path: Directory of the model.
-
-    Raises:
-        InputError: weights are not finite.
+    are read and written file by file; otherwise the model is loaded whole. InputError if weights are not finite.
     """
-    found = deepspeed_compat.master_weights(checkpoint)
-    weights = {name.removeprefix(_ENCODER): w for name, w in found.items() if name.startswith(_ENCODER)}
+    weights = deepspeed_compat.master_weights(checkpoint)
     pretrained.require_finite(f"output={settings.output}", ((name, w.contiguous()) for name, w in weights.items()))
     encoder = load_encoder(settings.model_copy(update={"lora": None}), "meta")
-    sources = sources_of(encoder, models.local(settings.model))
-    if sources is None:
+    stored = stored_weights(encoder, models.local(settings.model))
+    if stored is None:
         _export_whole(weights, settings, path)
         return
-    restore_buffers(encoder, sources)
+    restore_buffers(encoder, stored)
     towers = ("backbone.", "passage_backbone.")[: len(encoder.backbones)]
     of_towers = [{n.removeprefix(t): w for n, w in weights.items() if n.startswith(t)} for t in towers]
     if settings.lora is not None:
         adapted = load_encoder(settings, "meta")
         adapted.load_state_dict({name: w.contiguous() for name, w in weights.items()}, strict=False, assign=True)
         adapters.save(adapted.backbones, path / models.ADAPTERS)
-        of_towers = list(map(adapters.merged, adapted.backbones, sources.parameters))
+        of_towers = list(map(adapters.merged, adapted.backbones, stored.parameters))
     if encoder.interaction is not None:
         own = {name: weights[f"interaction.{name}"].contiguous() for name in encoder.interaction.state_dict()}
         encoder.interaction.load_state_dict(own, assign=True)

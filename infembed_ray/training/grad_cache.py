@@ -1,9 +1,8 @@
 """Forward and backward passes of a step: with all graphs kept, or by gradient caching (GradCache, arXiv 2101.06983).
 
-A contrastive loss needs all embeddings at once, but not their graphs. GradCache embeds without graph, takes the
-gradient of the loss with respect to the embeddings (and the learned temperature), then repeats each pass with graph and
-back-propagates `embeddings . gradient`, whose gradient is that of the loss. It needs the memory of a single pass,
-whatever the batch size.
+A contrastive loss needs all embeddings at once, but not their graphs. GradCache embeds without graph, takes the gradient
+of the loss with respect to the embeddings, then repeats each pass with graph and back-propagates `embeddings . gradient`,
+whose gradient is that of the loss. It needs the memory of a single pass, whatever the batch size.
 
 Dropout is seeded for each pass, so that a repeated pass drops the same elements. Both classes, given the same layouts,
 draw the same seeds: their gradients are equal.
@@ -12,52 +11,45 @@ draw the same seeds: their gradients are equal.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from infembed_ray.modeling.layout import Layout
 
-Forward = Callable[[Layout], tuple[Tensor, Tensor | None]]
-"""Layout -> its (texts, d) embeddings, and the learned temperature if there is one."""
+Forward = Callable[[Layout], Tensor]
+"""Layout -> its (texts, d) embeddings."""
 Backward = Callable[[Tensor, bool], None]
-"""Back-propagate a scalar; True for the last time in a micro-batch."""
+"""Back-propagate a scalar; True for the last time in a step."""
 
 
 class KeptGraphs:
-    """Keep the graphs of all passes for a single backward pass.
-
-    Attributes:
-        temperature: The learned temperature with gradient, once something is encoded; None if it is not learned.
-    """
+    """Keep the graphs of all passes for a single backward pass."""
 
     def __init__(self, forward: Forward, backward: Backward) -> None:
         self._forward = forward
         self._backward = backward
-        self.temperature: Tensor | None = None
 
     def encode(self, layouts: Sequence[Layout]) -> Tensor:
         """Return (texts, d) embeddings of all texts of the layouts, in their order, for the loss to depend on."""
-        parts = []
-        for layout in layouts:
-            torch.manual_seed(_next_seed())
-            embeddings, self.temperature = self._forward(layout)
-            parts.append(embeddings)
-        return torch.cat(parts)
+        return torch.cat([self._run(layout, _next_seed()) for layout in layouts])
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss of everything encoded since the last call."""
-        self.temperature = None
         self._backward(loss, True)
 
+    def _run(self, layout: Layout, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return self._forward(layout)
 
-@dataclass
-class _Pass:
+
+class _Pass(NamedTuple):
+    """A pass to repeat; its embeddings are a leaf that receives the gradient of the loss."""
+
     layout: Layout
     seed: int
     embeddings: Tensor
-    """A leaf that receives the gradient of the loss."""
 
 
 class GradCache(KeptGraphs):
@@ -70,7 +62,7 @@ class GradCache(KeptGraphs):
     def __init__(self, forward: Forward, backward: Backward) -> None:
         super().__init__(forward, backward)
         self._passes: list[_Pass] = []
-        self._newest: tuple[Tensor, Tensor | None] | None = None
+        self._newest: Tensor | None = None
 
     def encode(self, layouts: Sequence[Layout]) -> Tensor:
         """See `KeptGraphs.encode`."""
@@ -80,33 +72,21 @@ class GradCache(KeptGraphs):
             seed = _next_seed()
             with torch.set_grad_enabled(n == len(layouts)):
                 self._newest = self._run(layout, seed)
-            embeddings, temperature = self._newest
-            self._passes.append(_Pass(layout, seed, embeddings.detach().requires_grad_()))
-        if self.temperature is None and temperature is not None:
-            self.temperature = temperature.detach().requires_grad_()
+            self._passes.append(_Pass(layout, seed, self._newest.detach().requires_grad_()))
         return torch.cat([p.embeddings for p in self._passes[done:]])
 
     def backward(self, loss: Tensor) -> None:
         """See `KeptGraphs.backward`."""
         loss.backward()
         while self._passes:
-            cached = self._passes.pop()
-            self._repeat(cached, last=not self._passes)
-        self.temperature = None
+            self._repeat(*self._passes.pop())
 
-    def _repeat(self, cached: _Pass, last: bool) -> None:
-        embeddings, temperature = self._newest or self._run(cached.layout, cached.seed)
+    def _repeat(self, layout: Layout, seed: int, cached: Tensor) -> None:
+        """Run a pass with graph and back-propagate it; its graph ends with this call."""
+        embeddings = self._run(layout, seed) if self._newest is None else self._newest
         self._newest = None
-        gradient = cached.embeddings.grad
-        surrogate = (embeddings * (torch.zeros_like(embeddings) if gradient is None else gradient)).sum()
-        if temperature is not None and self.temperature is not None and self.temperature.grad is not None:
-            surrogate = surrogate + (temperature * self.temperature.grad).sum()
-            self.temperature = None  # one pass back-propagates all of its gradient
-        self._backward(surrogate, last)
-
-    def _run(self, layout: Layout, seed: int) -> tuple[Tensor, Tensor | None]:
-        torch.manual_seed(seed)
-        return self._forward(layout)
+        gradient = torch.zeros_like(embeddings) if cached.grad is None else cached.grad
+        self._backward((embeddings * gradient).sum(), not self._passes)
 
 
 def _next_seed() -> int:

@@ -33,7 +33,7 @@ from infembed_ray.errors import InputError
 Kind = Literal["uni", "multi", "nce"]
 
 MOST_JOINT_TEXTS = 1024
-"""Limit of a micro-batch of `nce{PIQ}`: 16 records have 32 x 32 joint texts, and 48 rows with 48 ** 3 scores each."""
+"""Limit of a step of `nce{PIQ}`: 16 records have 32 x 32 joint texts, and 48 rows with 48 ** 3 scores each."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Objective:
         match = re.fullmatch(r"(\w+)\{([A-Z, ]+)\}", name.strip())
         asked = [part.strip() for part in match[2].split(",")] if match else []
         ordered = tuple(v for v in get_args(Variable) if v in asked)
-        known = (*ALL_OBJECTIVES, NCE)
-        if match is None or len(asked) != len(ordered) or cls(cast(Kind, match[1]), ordered) not in known:
-            raise InputError(f"objective={name!r}: no such objective: {nearest(name, map(str, known))}")
+        objectives = (*ALL_OBJECTIVES, NCE)
+        if match is None or len(asked) != len(ordered) or cls(cast(Kind, match[1]), ordered) not in objectives:
+            raise InputError(f"objective={name!r}: no such objective: {nearest(name, map(str, objectives))}")
         return cls(cast(Kind, match[1]), ordered)
 
     @classmethod
@@ -73,28 +73,16 @@ class Objective:
             )
         if settings.iq_negatives == "ik" and "IQ" not in variables:
             raise InputError(f"iq_negatives=ik: {objective} does not contrast IQ; leave it out, or add IQ to it")
-        if settings.same_tower_negatives and "P" not in variables:
-            raise InputError(
-                f"same_tower_negatives=true: {objective} has no P term; leave it out, or add P to the objective"
-            )
         for variable in settings.term_weights:
             if variable not in variables:
                 raise InputError(
                     f"term_weights.{variable}: {objective} has no such term; set weights of {', '.join(variables)}"
                 )
-        if settings.teacher_margin and settings.teacher is None:
+        texts = (2 * settings.records_per_step) ** 2
+        if objective == NCE and texts > MOST_JOINT_TEXTS:
             raise InputError(
-                f"teacher_margin={settings.teacher_margin}: there is no teacher; set teacher, or leave it out"
-            )
-        screened = {"P", "IQ"} if settings.iq_negatives == "kk" else {"P"}
-        if settings.teacher is not None and not screened & set(variables):
-            raise InputError(f"teacher={settings.teacher}: screens P and iq_kk, which {objective} lacks; leave it out")
-        records = settings.records_per_step
-        texts = (2 * records) ** 2
-        if objective == NCE and settings.tokens_per_step is None and texts > MOST_JOINT_TEXTS:
-            raise InputError(
-                f"objective={objective}: {records} records per step have up to {texts} joint texts (every instruction with "
-                f"every query), more than the limit of {MOST_JOINT_TEXTS}; lower records_per_step"
+                f"records_per_step={settings.records_per_step}: up to {texts} joint texts of {objective} (every instruction "
+                f"with every query), more than the limit of {MOST_JOINT_TEXTS}; lower records_per_step"
             )
         return objective
 
@@ -118,12 +106,7 @@ NCE = Objective("nce", ("PIQ",))
 
 @dataclass(frozen=True)
 class Negatives:
-    """Similarities of one variable's candidates, and a mask of the negatives among them.
-
-    Attributes:
-        similarities: (B, N) cosine similarities.
-        mask: (B, N) bool, True for a negative; False for the positive and its duplicates.
-    """
+    """(B, N) similarities of one variable's candidates; the mask is True for a negative, not the positive's duplicates."""
 
     similarities: Tensor
     mask: Tensor
@@ -133,10 +116,9 @@ def marginal_loss(
     objective: Objective,
     positive: Tensor,
     negatives: Mapping[Variable, Negatives],
-    temperature: float | Tensor,
+    temperature: float,
     count_positive_once: bool = True,
     weights: Mapping[Variable, float] | None = None,
-    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Compute the objective of a batch (Eq. 6-21), averaged over its B tuples.
 
@@ -144,15 +126,12 @@ def marginal_loss(
         objective: Objective to compute.
         positive: (B,) similarities sim(p_i, iq_ii).
         negatives: Candidates of every variable of the objective.
-        temperature: Divisor of the similarities. A tensor of one element receives a gradient.
+        temperature: Divisor of the similarities.
         count_positive_once: `multi` only. In the paper each of the |y| sums of the denominator runs over the whole batch
             and includes the positive, so that it counts |y| times. True counts it once, as the official code does.
         weights: Positive weight w_v of a variable, 1 by default. `uni`: a factor on its cross-entropy. `multi`: a factor
             on its sum in the denominator, log w_v on its logits; a positive counted as in the paper counts sum(w_v)
             times.
-        label_smoothing: Share e of the target that is spread evenly over all candidates of a softmax: the positive and
-            its negatives, each once, of one variable for `uni`, of all together for `multi`. Every cross-entropy
-            log(denominator) - z_i becomes log(denominator) - (1 - e) z_i - e mean(z) for logits z.
 
     Returns:
         Scalar loss in the dtype of `positive`.
@@ -161,20 +140,16 @@ def marginal_loss(
     logits = {v: negatives[v].similarities / temperature for v in objective.variables}
     own = positive / temperature
     if objective.kind == "uni":
-        terms = [w * _cross_entropy(own, 1.0, logits[v], negatives[v].mask, label_smoothing) for v, w in weight.items()]
+        terms = [w * _cross_entropy(own, 1.0, logits[v], negatives[v].mask) for v, w in weight.items()]
         return torch.stack(terms).sum(dim=0).mean()
     together = torch.cat([logits[v] + math.log(w) for v, w in weight.items()], dim=1)
     mask = torch.cat([negatives[v].mask for v in weight], dim=1)
     copies = 1.0 if count_positive_once else sum(weight.values())
-    return _cross_entropy(own, copies, together, mask, label_smoothing).mean()
+    return _cross_entropy(own, copies, together, mask).mean()
 
 
-def _cross_entropy(own: Tensor, copies: float, logits: Tensor, mask: Tensor, smoothing: float) -> Tensor:
+def _cross_entropy(own: Tensor, copies: float, logits: Tensor, mask: Tensor) -> Tensor:
     """Return (B,) cross-entropies of the positive, counted `copies` times in the denominator, among (B, N) masked logits."""
     # The column of the positive keeps maximum and gradient finite in a row without negatives.
     counted = torch.cat([(own + math.log(copies)).unsqueeze(1), logits.masked_fill(~mask, -torch.inf)], dim=1)
-    denominator = torch.logsumexp(counted, dim=1)
-    if not smoothing:
-        return denominator - own
-    mean = (own + logits.masked_fill(~mask, 0.0).sum(dim=1)) / (1 + mask.sum(dim=1))
-    return denominator - (1 - smoothing) * own - smoothing * mean
+    return torch.logsumexp(counted, dim=1) - own

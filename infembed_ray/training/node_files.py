@@ -95,19 +95,16 @@ class RunFiles:
 
 
 def fetch(remote: Folder | None, directory: Path, names: Collection[str] | None = None) -> None:
-    """Download the run's own files, without weights; what the store does not return is left out.
+    """Download the run's own files, or those of these names, without weights; what the store does not return is left out.
 
-    Args:
-        remote: Output of the run in the object store; None if it is not in one, and there is nothing to download.
-        directory: Directory to write.
-        names: Files to download; None downloads all.
+    Without an object store there is nothing to download.
     """
     if remote is None:
         return
     with contextlib.suppress(OSError, ArrowException):
         if names is None:
-            found = remote.entries()
-            names = [n for n in found if n.split("/")[0] not in (STATES, RAY_TRAIN_LOGS) and not is_weights(n)]
+            own = (name for name in remote.entries() if name.split("/")[0] not in (STATES, RAY_TRAIN_LOGS))
+            names = [name for name in own if not is_weights(name)]
     for name in names or ():
         with contextlib.suppress(OSError, ArrowException):
             remote.download(name, directory / name)

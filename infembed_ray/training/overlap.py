@@ -79,19 +79,15 @@ def check(settings: TrainSettings) -> None:
 def similar_words(encoder: InstructionEncoder, records: Iterable[TrainingRecord]) -> dict[str, tuple[str, ...]]:
     """Find what can replace the words that instructions share with their records' passages.
 
-    Args:
-        encoder: Encoder that embeds each word as a query without an instruction.
-        records: Records with these instructions.
-
     Returns:
         Word in lower case -> words of the tokenizer's vocabulary that begin with other letters and have a similarity of at
-        least `LEAST_SIMILARITY`, the nearest first.
+        least `LEAST_SIMILARITY`, as queries without an instruction, the nearest first.
     """
     words: set[str] = set()
     for record in records:
         names, common = _parts(record)
-        found = (word for name in names for word in _REPLACEABLE.findall(getattr(record, name) or ""))
-        words |= {word.lower() for word in found if _stem(word) in common}
+        instructions = [getattr(record, name) or "" for name in names]
+        words |= {w.lower() for text in instructions for w in _REPLACEABLE.findall(text) if _stem(w) in common}
     vocabulary = whole_words(encoder.tokenizer)
     ours = sorted(words)
     if not vocabulary or not ours:
@@ -108,10 +104,8 @@ def similar_words(encoder: InstructionEncoder, records: Iterable[TrainingRecord]
 
 
 def whole_words(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the words of at least four letters, all in lower case, that are one token at the beginning of a word.
-
-    Byte-level and SentencePiece tokenizers mark the beginning of a word, WordPiece marks its continuation.
-    """
+    """Return the words of at least four letters, all in lower case, that are one token at the beginning of a word."""
+    # Byte-level and SentencePiece tokenizers mark the beginning of a word, WordPiece marks its continuation.
     tokens = tokenizer.get_vocab()
     beginnings = [token for token in tokens if token[:1] in ("Ġ", "▁")] or tokens
     words = {tokenizer.convert_tokens_to_string([token]).strip() for token in beginnings}

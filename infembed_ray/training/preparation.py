@@ -1,4 +1,4 @@
-"""Preparation of micro-batches in a thread, while the steps before them run: read, tokenize, collate and lay out."""
+"""Preparation of steps in a thread, while the steps before them run: read, tokenize, collate and lay out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from infembed_ray.training.losses import Objective
 from infembed_ray.training.overlap import OverlapDropout
 
 AHEAD = 2
-"""Micro-batches prepared before they are needed."""
+"""Steps prepared before they are needed."""
 ONE_PASS = 1 << 40
 """Token limit of a pass without GradCache: all texts of a side in one pass."""
 
@@ -32,33 +32,26 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A micro-batch, ready for its forward passes.
+    """A step, ready for its forward passes.
 
     Attributes:
-        number: Micro-batches before it in the run.
         seed: Seed of what is drawn for it.
-        shares: Its records, of every worker in rank order.
+        ids: Ids of its records, of all workers in rank order.
         batch: This worker's share, tokenized.
         queries, passages: Passes of the batch's texts, on the CPU.
     """
 
-    number: int
     seed: str
-    shares: list[list[TrainingRecord]]
+    ids: list[str]
     batch: Batch
     queries: list[Pass]
     passages: list[Pass]
 
 
 class Preparer:
-    """Prepares micro-batches for one worker: a pure function of the settings, the records and their numbers.
+    """Prepares steps for one worker: a pure function of the settings, the records and their numbers.
 
-    Args:
-        settings: Settings of the run.
-        records: All records.
-        rank: Rank of this worker.
-        encoder: Encoder in training.
-        similar: Similar words for `overlap_synonyms`; see `similar_words`.
+    `similar` are similar words for `overlap_synonyms`; see `similar_words`.
     """
 
     def __init__(
@@ -82,7 +75,7 @@ class Preparer:
         self._encoder.training = True
 
     def prepare(self, item: tuple[int, list[list[int]]]) -> Prepared:
-        """Prepare the micro-batch of this number and these rows, one list per worker in rank order."""
+        """Prepare the step of this number, from 0, and these rows, one list per worker in rank order."""
         number, rows = item
         settings = self._settings
         seed = f"{settings.seed}/{number}"
@@ -94,14 +87,13 @@ class Preparer:
             self._rank,
             self._objective,
             instruction_negatives=settings.instruction_negatives,
-            shared_instructions=settings.shared_instructions,
             iq_negatives=settings.iq_negatives,
             seed=seed,
         )
         queries, passages = (
             passes(self._encoder, s, settings.grad_cache_tokens) for s in (batch.queries, batch.passages)
         )
-        return Prepared(number, seed, shares, batch, queries, passages)
+        return Prepared(seed, [record.id for share in shares for record in share], batch, queries, passages)
 
 
 def passes(encoder: InstructionEncoder, sequences: Sequence[Tokens], batch_tokens: int | None) -> list[Pass]:

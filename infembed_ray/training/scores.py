@@ -27,13 +27,11 @@ class Scores:
     negatives: dict[Variable, Negatives]
 
 
-def score_batch(
-    objective: Objective, batch: Batch, queries: Tensor, passages: Tensor, same_tower_negatives: bool = False
-) -> Scores:
+def score_batch(objective: Objective, batch: Batch, queries: Tensor, passages: Tensor) -> Scores:
     """Compute the similarities of a batch and mask its in-batch negatives (paper, section 5.2).
 
     Passages and (instruction, query) pairs are those of all workers. A candidate is a negative of a row unless the tuple
-    that it forms is a known positive: a tuple of the micro-batch, on any worker, with equal tokens. So a passage is not a
+    that it forms is a known positive: a tuple of the step, on any worker, with equal tokens. So a passage is not a
     negative of an instruction and query that it answers in another row, nor is a pair of another row with the same
     passage, nor an instruction for which another row has the same query and passage. For `nce{PIQ}`, every tuple but the
     row's own is a negative, as in Eq. 1. The hard negatives of all rows are candidates wherever passages are, after the
@@ -41,11 +39,9 @@ def score_batch(
 
     Args:
         objective: Objective, whose variables decide the candidates.
-        batch: This worker's share of the micro-batch.
+        batch: This worker's share of the step.
         queries: (n, d) unit vectors of `batch.queries`.
         passages: (m, d) unit vectors of `batch.passages`.
-        same_tower_negatives: Whether the pairs of the other rows join the candidates of P, as similarities
-            iq_ii . iq_kk (SamToNe, arXiv 2306.02516).
     """
     device = queries.device
     own_rows, query_ids, passage_ids = (_on(v, device) for v in (batch.own, batch.query_ids, batch.passage_ids))
@@ -53,16 +49,16 @@ def score_batch(
     (passages, hard), (passage_ids, hard_ids) = (x.tensor_split([len(own)]) for x in (passages, passage_ids))
     all_own, all_passages = (gather_rows(x, batch.sizes) for x in (own, passages))
     all_own_ids, all_passage_ids = gather_rows(torch.stack([own_ids, passage_ids], dim=1), batch.sizes).unbind(1)
-    known = _tuple_ids(all_own_ids, all_passage_ids)
+    positives = _tuple_ids(all_own_ids, all_passage_ids)
     if any(batch.hard_counts):
         all_passages = torch.cat([all_passages, gather_rows(hard, batch.hard_sizes)])
         all_passage_ids = torch.cat([all_passage_ids, gather_rows(hard_ids, batch.hard_sizes)])
     if any(batch.other_sizes):
         rows, others = _on(batch.other_positives, device).reshape(-1, 2).unbind(1)
-        known = torch.cat([known, gather_rows(_tuple_ids(own_ids[rows], others), batch.other_sizes)])
+        positives = torch.cat([positives, gather_rows(_tuple_ids(own_ids[rows], others), batch.other_sizes)])
 
     def unknown(queries_of: Tensor, passages_of: Tensor) -> Tensor:
-        return ~torch.isin(_tuple_ids(queries_of, passages_of), known)
+        return ~torch.isin(_tuple_ids(queries_of, passages_of), positives)
 
     def paired(candidates: list[list[int]]) -> Negatives:
         """Return the similarities (B, most) of p_i with the candidate queries of each row."""
@@ -72,12 +68,7 @@ def score_batch(
     negatives: dict[Variable, Negatives] = {}
     pairs = Negatives(passages @ all_own.T, unknown(all_own_ids, passage_ids.unsqueeze(1)))
     if "P" in objective.variables:
-        similarities = own @ all_passages.T
-        mask = unknown(own_ids.unsqueeze(1), all_passage_ids)
-        if same_tower_negatives:
-            similarities = torch.cat([similarities, own @ all_own.T], dim=1)
-            mask = torch.cat([mask, mask[:, : len(all_own)] & pairs.mask], dim=1)
-        negatives["P"] = Negatives(similarities, mask)
+        negatives["P"] = Negatives(own @ all_passages.T, unknown(own_ids.unsqueeze(1), all_passage_ids))
     if "I" in objective.variables:
         negatives["I"] = paired(batch.instruction_candidates)
     if "IQ" in objective.variables:
@@ -112,19 +103,3 @@ def _on(values: Sequence[Any], device: torch.device) -> Tensor:
 def _tuple_ids(query_ids: Tensor, passage_ids: Tensor) -> Tensor:
     """Hash (instruction, query, passage) from the hashes of its texts; integers wrap around."""
     return query_ids * _ODD + passage_ids
-
-
-def screened(negatives: Negatives, teacher: Tensor, teacher_positive: Tensor, margin: float, kept: Tensor) -> Negatives:
-    """Mask false negatives: those with a teacher similarity of at least that of the row's positive minus `margin`.
-
-    This is the absolute margin of GISTEmbed and NV-Retriever, on cosines.
-
-    Args:
-        negatives: (B, N) candidates.
-        teacher: (B, N) similarities of the candidates by the teacher.
-        teacher_positive: (B,) similarities of the positives by the teacher.
-        margin: Margin; a higher one masks more.
-        kept: (B, N) bool, candidates that the teacher does not screen.
-    """
-    similar = teacher >= teacher_positive.unsqueeze(1) - margin
-    return Negatives(negatives.similarities, negatives.mask & (kept | ~similar))

@@ -9,26 +9,20 @@ from pathlib import Path
 
 from infembed_ray.config.training import Source, TrainSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import counted, say
 from infembed_ray.records import tables, tuples
 from infembed_ray.records.tables import UNKNOWN, Record
 from infembed_ray.records.tuples import TrainingRecord
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import find_input
-from infembed_ray.training.collate import flatten, token_counts
+from infembed_ray.training.collate import flatten
 from infembed_ray.training.dataset import Dataset
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.validation import held_out, overlapping
 
 
 def named(settings: TrainSettings) -> dict[str, Source]:
-    """Return the sources by the setting of their path.
-
-    Raises:
-        InputError: `records` and `sources` are both set, or neither is, `split` is set beside `sources`, or the name of a
-            source has a slash.
-    """
+    """Return the sources by the setting of their path; InputError if the settings do not name them in one way."""
     if bool(settings.records) == bool(settings.sources):
         raise InputError(
             f"records={settings.records or 'null'}: set either records, or sources.NAME.path for each of several sources"
@@ -48,20 +42,16 @@ def named(settings: TrainSettings) -> dict[str, Source]:
 def locate(settings: TrainSettings) -> dict[str, Place]:
     """Find the files of all sources, by the setting of their path; InputError if some do not exist."""
     sources = named(settings)
-    found = check_all(*(partial(find_input, source.path, name) for name, source in sources.items()))
-    return dict(zip(sources, found, strict=True))
+    places = check_all(*(partial(find_input, source.path, name) for name, source in sources.items()))
+    return dict(zip(sources, places, strict=True))
 
 
 @dataclass
 class Tally:
-    """Numbers of the records that were read from a source.
+    """Numbers of the records that were read from a source, and of their training tuples.
 
-    Attributes:
-        records: Number of records.
-        tuples: Number of their training tuples.
-        instructed: Tuples with an instruction, or with one under which their passage is wrong.
-        negatives: Hard negatives of all tuples.
-        scored: Tuples with a teacher's scores of hard negatives.
+    `instructed` tuples have an instruction, or one under which their passage is wrong; `scored` ones a teacher's scores of
+    their hard `negatives`.
     """
 
     records: int = 0
@@ -94,7 +84,6 @@ class Tally:
 def write(
     settings: TrainSettings,
     places: Mapping[str, Place],
-    encoder: InstructionEncoder,
     file: Path,
     tallies: dict[str, Tally] | None = None,
 ) -> Dataset:
@@ -102,19 +91,15 @@ def write(
 
     Args:
         settings, places, tallies: See `read`.
-        encoder: Counts tokens, if steps are limited by them.
         file: Path of the file. If it exists, an interrupted attempt of this run wrote the same records to it.
     """
     file.parent.mkdir(exist_ok=True)
-    count = None
-    if settings.tokens_per_step is not None:
-        count = partial(token_counts, encoder, hard_negatives=settings.hard_negatives)
-    rows = Dataset(file) if file.exists() else Dataset.write(file, read(settings, places, tallies), count)
+    rows = Dataset(file) if file.exists() else Dataset.write(file, read(settings, places, tallies))
     if settings.validation is not None:
         held, _ = held_out(settings.validation)
-        if known := overlapping(rows, held):
+        if shared := overlapping(rows, held):
             say(
-                f"train: warning: {known} of the {len(held)} records of validation.records share their id, query or "
+                f"train: warning: {shared} of the {len(held)} records of validation.records share their id, query or "
                 "positive passage with a training record"
             )
     return rows

@@ -20,9 +20,8 @@ from infembed_ray.evaluation.search import DEPTH, exact_search
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.records import tables
-from infembed_ray.records.tables import MADE_ID, Passage, Record
+from infembed_ray.records.tables import MADE_ID, Record
 from infembed_ray.records.tuples import TrainingRecord
-from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import find_input
 from infembed_ray.training.collate import flatten
 from infembed_ray.training.collectives import from_first, gather_rows, world
@@ -49,11 +48,6 @@ class Validation:
 
     def after(self, progress: Progress, steps: int, engine: Engine) -> tuple[Progress, dict[str, float]]:
         """Evaluate after a step if it is time; every worker must call it.
-
-        Args:
-            progress: Progress after the step.
-            steps: Steps of the run.
-            engine: Model in training.
 
         Returns:
             The progress with the score, and the figures for the log.
@@ -95,11 +89,11 @@ class Validation:
         finite = np.isfinite(queries).all() and np.isfinite(passages).all()
         rankings = exact_search(queries, passages, self._task.corpus["id"].to_pylist()) if finite else []
         run = dict(zip(ids, rankings, strict=finite))
-        found = means(score(self._task, run))
-        kinds = [found[figure.name] for figure in self._task.figures if figure.measure == "nDCG@10"]
-        figures = {"p_mrr": found["p-MRR"], "ndcg_at_10": fmean(value for value in kinds if value is not None)}
+        scores = means(score(self._task, run))
+        kinds = [scores[figure.name] for figure in self._task.figures if figure.measure == "nDCG@10"]
+        figures = {"p_mrr": scores["p-MRR"], "ndcg_at_10": fmean(value for value in kinds if value is not None)}
         if self._controls is not None:
-            controls = {name: means(scores) for name, scores in self._controls.measure(self._task, run).items()}
+            controls = {name: means(of_control) for name, of_control in self._controls.measure(self._task, run).items()}
             figures |= {f"p_mrr_{name}": controls[name]["p-MRR"] for name in (GENERIC, SHUFFLED) if name in controls}
             figures |= {"p_mrr_bm25": self._of_bm25}
         return {f"{PREFIX}{n}": math.nan if value is None or not finite else value for n, value in figures.items()}
@@ -120,22 +114,15 @@ def _with_score(progress: Progress, score: float) -> Progress:
     return replace(progress, score=score, stale=progress.stale + 1)
 
 
-def held_out_files(settings: ValidationSettings) -> dict[str, Place]:
-    """Return setting -> file or directory that it names; InputError if it does not exist."""
-    named = {"records": settings.records, "distractors": settings.distractors}
-    return {name: find_input(path, f"validation.{name}") for name, path in named.items() if path is not None}
-
-
 def held_out(settings: ValidationSettings) -> tuple[list[Record], Task]:
     """Read the held-out records and build their retrieval task.
 
     Raises:
         InputError: a file cannot be used, or the metric has nothing to measure.
     """
-    files = held_out_files(settings)
-    rows = tables.read(files["records"], Record, "validation.records", split=settings.split)
-    others = tables.read(files["distractors"], Passage, "validation.distractors") if "distractors" in files else []
-    task = instruction_following(rows, others, settings.max_distractors)
+    place = find_input(settings.records, "validation.records")
+    rows = tables.read(place, Record, "validation.records", split=settings.split)
+    task = instruction_following(rows)
     if settings.metric == "p_mrr" and not any(change.documents for change in task.changes):
         raise InputError(
             "validation.metric=p_mrr: in these records no passage becomes irrelevant when the instruction changes; "

@@ -27,7 +27,7 @@ from infembed_ray.training.deepspeed_config import deepspeed_config
 from infembed_ray.training.engine import connect, precision_of
 
 
-class Source(NamedTuple):
+class StoredWeight(NamedTuple):
     """A tensor in a safetensors file."""
 
     path: Path
@@ -39,15 +39,10 @@ class Source(NamedTuple):
             return file.get_tensor(self.name).float()
 
 
-class Sources(NamedTuple):
-    """What the files of a model have of each backbone of an encoder.
+class StoredWeights(NamedTuple):
+    """All parameters, and the saved buffers such as Gemma's layer scalars, of each backbone in a model's files, by name."""
 
-    Attributes:
-        parameters: name -> where the parameter is, of all parameters.
-        buffers: name -> value of the saved buffers, such as Gemma's layer scalars.
-    """
-
-    parameters: list[dict[str, Source]]
+    parameters: list[dict[str, StoredWeight]]
     buffers: list[dict[str, Tensor]]
 
 
@@ -64,46 +59,43 @@ def load_for_training(settings: TrainSettings, device: torch.device) -> Instruct
     if encoder.interaction is not None:
         return load_encoder(settings, device)
     connect(settings)
-    sources = from_first(sources_of(encoder, checkpoint.local(settings.model)) if world()[0] == 0 else None)
-    if sources is None:
+    stored = from_first(stored_weights(encoder, checkpoint.local(settings.model)) if world()[0] == 0 else None)
+    if stored is None:
         if world()[0] == 0:
             say(f"train: model={settings.model}: its files do not have every parameter, so each worker loads it whole")
         return load_encoder(settings, device)
-    restore_buffers(encoder, sources)
-    _partition(encoder, sources, settings, device)
+    restore_buffers(encoder, stored)
+    _partition(encoder, stored, settings, device)
     encoder.to(device)
     if settings.lora is not None:
         adapters.add(encoder.backbones, settings.lora)
     return encoder
 
 
-def sources_of(encoder: InstructionEncoder, model: str) -> Sources | None:
-    """Return what the files of a model have of an encoder's backbones; None if they do not have all parameters.
-
-    Args:
-        encoder: Encoder on the meta device, without adapters.
-        model: Directory or hub name of its model.
-    """
+def stored_weights(encoder: InstructionEncoder, model: str) -> StoredWeights | None:
+    """Return what a model's files have of the backbones of an encoder on the meta device; None if a parameter is missing."""
     towers = checkpoint.describe(model, with_pooling=False).towers
-    sources = Sources([], [])
+    stored = StoredWeights([], [])
     for number, backbone in enumerate(encoder.backbones):
-        shapes: dict[Source, tuple[int, ...]] = {}
+        shapes: dict[StoredWeight, tuple[int, ...]] = {}
         for path in pretrained.weight_files(model, towers[min(number, len(towers) - 1)]):
             with safe_open(path, "pt") as file:
-                shapes |= {Source(path, name): tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
-        own = {source.name.removeprefix(f"{backbone.base_model_prefix}."): source for source in shapes}
+                shapes |= {
+                    StoredWeight(path, name): tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())
+                }
+        own = {w.name.removeprefix(f"{backbone.base_model_prefix}."): w for w in shapes}
         parameters = dict(backbone.named_parameters(remove_duplicate=False))  # tied ones are loaded whole
         if any(name not in own or shapes[own[name]] != p.shape for name, p in parameters.items()):
             return None
-        sources.parameters.append({name: own[name] for name in parameters})
+        stored.parameters.append({name: own[name] for name in parameters})
         saved = {name for name, _ in backbone.named_buffers()} & set(backbone.state_dict())
-        sources.buffers.append({name: own[name].contiguous() for name in saved if name in own})
-    return sources
+        stored.buffers.append({name: own[name].contiguous() for name in saved if name in own})
+    return stored
 
 
-def restore_buffers(encoder: InstructionEncoder, sources: Sources) -> None:
+def restore_buffers(encoder: InstructionEncoder, stored: StoredWeights) -> None:
     """Replace buffers on the meta device by those of the model's files, or as built, such as rotary frequencies."""
-    for backbone, saved in zip(encoder.backbones, sources.buffers, strict=True):
+    for backbone, saved in zip(encoder.backbones, stored.buffers, strict=True):
         with init_empty_weights(include_buffers=False):
             built = pretrained.build(backbone.config)
         for name, buffer in built.named_buffers():
@@ -111,12 +103,14 @@ def restore_buffers(encoder: InstructionEncoder, sources: Sources) -> None:
             backbone.get_submodule(module)._buffers[own] = saved.get(name, buffer).to(buffer.dtype)
 
 
-def _partition(encoder: InstructionEncoder, sources: Sources, settings: TrainSettings, device: torch.device) -> None:
+def _partition(
+    encoder: InstructionEncoder, stored: StoredWeights, settings: TrainSettings, device: torch.device
+) -> None:
     dtype = precision_of(settings)
     partition = deepspeed_compat.partitioner(deepspeed_config(settings), dtype)
-    in_order = [source for of_backbone in sources.parameters for source in of_backbone.values()]
+    in_order = [weight for of_backbone in stored.parameters for weight in of_backbone.values()]
     with ExitStack() as opened:
-        paths = {source.path for source in in_order} if world()[0] == 0 else ()
+        paths = {weight.path for weight in in_order} if world()[0] == 0 else ()
         files = {path: opened.enter_context(safe_open(path, "pt")) for path in paths}
         faults: list[str] = []
         for parameter, (path, name) in zip(encoder.parameters(), in_order, strict=True):

@@ -1,6 +1,6 @@
 """SIGKILL of all workers while a checkpoint is written in the background: the newest complete one must be as it was.
 
-Two workers under torchrun with gloo, fp32, every ZeRO stage. The run that resumes must end with the same losses and
+Two workers of Ray Train with gloo, fp32, every ZeRO stage. The run that resumes must end with the same losses and
 weights, bit by bit, as a run that was not disturbed.
 """
 
@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from infembed_ray.storage import steps
 from infembed_ray.training.checkpoints.checkpoint import Checkpoint
-from infembed_ray.training.observability.metrics import read_metrics
+from infembed_ray.training.observability.logs import read_metrics
 from tests.support.files import write_jsonl
 from tests.support.waiting import wait_until
 from tests.training.checkpoints.states import complete, warnings
@@ -32,8 +32,7 @@ def records_file(tmp_path_factory):
 
 def start(records_file, minilm, stage, output):
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-        *("-m", "infembed_ray.cli", "train", "launcher=torchrun", "workers=2", f"zero_stage={stage}"),
+        *(sys.executable, "-m", "infembed_ray.cli", "train", "workers=2", "cpus_per_worker=0.5", f"zero_stage={stage}"),
         *(f"records={records_file}", f"model={minilm}", f"output={output}", "checkpoint_every=2"),
         *("objective=multi{P,I}", "instruction_negatives=2", "records_per_step=2", "epochs=2", "learning_rate=2e-4"),
     ]

@@ -12,8 +12,7 @@ from ray.cluster_utils import Cluster
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.training.launch import run
-from infembed_ray.training.observability.events import read_events
-from infembed_ray.training.observability.metrics import read_metrics
+from infembed_ray.training.observability.logs import read_events, read_metrics
 from tests.modeling import backbones
 from tests.training.test_collate import record
 

@@ -21,7 +21,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from infembed_ray.storage import steps
-from infembed_ray.training.observability.metrics import read_metrics
+from infembed_ray.training.observability.logs import read_metrics
 from tests.training.test_collate import record
 
 STEPS, EVERY = 24, 3

@@ -112,7 +112,7 @@ def test_help_has_required_settings_first_and_sections_last(capsys):
     ]
     assert sorted(parts, key=shown.index) == parts
     assert re.search(r"^  lora\.rank  .*default 16, minimum 1\)$", shown, re.MULTILINE)
-    assert re.search(r"^  label_smoothing  .*minimum 0, below 1\)$", shown, re.MULTILINE)
+    assert re.search(r"^  warmup_fraction  .*minimum 0, below 1\)$", shown, re.MULTILINE)
 
 
 def test_the_overview_has_every_verb_in_a_group_with_a_command_that_parses(capsys):

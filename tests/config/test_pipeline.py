@@ -22,10 +22,6 @@ def settings(**sections):
         ({"train": TRAIN | {"record": "/r"}}, "train.record: unknown key; did you mean records?"),
         ({"evaluate": {"models": {"a": "/a", "b": "/b"}}}, "evaluate.gate=trained: not a label of evaluate.models"),
         (
-            {"train": TRAIN | {"records": "/r", "launcher": "torchrun"}},
-            "train.launcher=torchrun: its processes would all",
-        ),
-        (
             {"synthesize": {"seeds": "/s"}, "train": TRAIN, "evaluate": {"split": "test"}},
             "train.split=null: would train on the records of evaluate.split=test; set train.split to another split",
         ),

@@ -94,12 +94,6 @@ def test_similarity_is_the_matrix_of_cosines_as_in_sentence_transformers(first, 
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-def test_similarity_of_a_zero_vector_is_zero_and_other_dimensions_are_refused():
-    assert (InstructionEncoder.similarity(np.zeros(4), np.ones(4)) == 0).all()
-    with pytest.raises(InputError, match=r"^embeddings2: 3 dimensions, and embeddings1 have 4; encode both"):
-        InstructionEncoder.similarity(np.ones((2, 4)), np.ones((2, 3)))
-
-
 @pytest.mark.parametrize(
     ("queries", "instructions", "counts"),
     [
@@ -237,16 +231,6 @@ def test_decoders_pool_the_last_token_and_encoders_the_mean_by_default(backbone_
     told.save_pretrained(tmp_path)
     saved = InstructionEncoder.from_pretrained(str(tmp_path))
     assert (saved.pooling, saved.text.template) == ("mean", "query_first")
-
-
-@pytest.mark.parametrize("family", ["minilm", *FAMILIES])
-def test_batching_does_not_change_an_embedding(family, backbone_path):
-    encoder = InstructionEncoder.from_pretrained(backbone_path(family))
-    texts = ["one", "two words", "a passage of somewhat greater length " * 5, "four"]
-    together = encoder.encode_passages(texts, batch_tokens=64)
-    alone = np.concatenate([encoder.encode_passages([t]) for t in texts])
-    np.testing.assert_allclose(together, alone, atol=2e-6)
-    np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, atol=1e-6)
 
 
 def test_texts_are_truncated_to_their_lengths(minilm):

@@ -1,25 +1,19 @@
 """Interaction II against Eq. 4 written out, on a real encoder and a tiny decoder, through everything built on it."""
 
-import json
 import math
-import os
 import shutil
-import socket
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoTokenizer, Qwen2Config, Qwen2Model
+from transformers import AutoModel
 
-from infembed_ray.config.evaluation import EvaluateSettings
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.distributed import run as evaluate
 from infembed_ray.modeling.attention.packing import packed
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.interaction import FILE, CrossAttention, pair_batches, paired
@@ -27,7 +21,9 @@ from infembed_ray.modeling.layout import padded
 from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.records.tables import Record
 from infembed_ray.training.loop import train_worker
-from infembed_ray.training.observability.metrics import read_metrics
+from infembed_ray.training.observability.logs import read_metrics
+from tests.modeling import backbones
+from tests.support.workers import run_workers
 
 INSTRUCTIONS = [
     "For nurses, in plain words; no brand names.",
@@ -40,22 +36,8 @@ PADDED = partial(padded, pad_id=0)
 
 
 @pytest.fixture(scope="module")
-def decoder(minilm, tmp_path_factory):
-    """A random Qwen2 with MiniLM's tokenizer."""
-    path = tmp_path_factory.mktemp("decoder")
-    tokenizer = AutoTokenizer.from_pretrained(minilm)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    Qwen2Model(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+def decoder(tmp_path_factory):
+    return backbones.write("qwen2", tmp_path_factory.mktemp("decoder"))
 
 
 @pytest.fixture
@@ -155,26 +137,6 @@ def test_neither_batching_nor_the_other_pairs_change_an_embedding(backbone):
     np.testing.assert_allclose(alone, together, atol=2e-6)
 
 
-def test_an_untrained_model_retrieves_by_the_mean_of_the_query(minilm):
-    """So a backbone that pools by the mean starts where it would be without instructions, whatever its scale."""
-    untrained = InstructionEncoder.from_pretrained(minilm, interaction="cross_attention")
-    joint = InstructionEncoder.from_pretrained(minilm)
-    np.testing.assert_allclose(
-        untrained.encode_queries(QUERIES, INSTRUCTIONS), joint.encode_queries(QUERIES), atol=2e-6
-    )
-    np.testing.assert_array_equal(untrained.encode_passages(QUERIES), joint.encode_passages(QUERIES))
-
-
-@both
-def test_each_distinct_text_goes_through_the_backbone_once(backbone):
-    encoder = crossed(backbone)
-    instructions = [f"instruction number {i}" for i in range(6)]
-    queries = [f"query {i} of several" for i in range(5)]
-    tokens = encoder.tokenize_queries(queries * 6, [i for i in instructions for _ in queries])
-    ((rows, layout),) = encoder.layouts(tokens, 1 << 40)
-    assert (len(layout.pairs), len(layout.lengths), sorted(rows)) == (30, 11, list(range(30)))
-
-
 TEXTS = st.lists(st.integers(1, 4), max_size=6)
 
 
@@ -186,31 +148,6 @@ def test_pair_batches_hold_every_row_once_and_their_texts_within_the_budget(aske
     for batch in batches:
         layout = paired([sequences[row] for row in batch], packed if pack else PADDED)
         assert len(batch) == 1 or layout.input_ids.numel() <= budget
-
-
-@both
-def test_gradient_reaches_the_matrices_and_the_states_of_both_texts(backbone):
-    encoder = crossed(backbone)
-    tokens = encoder.tokenize_queries(QUERIES, INSTRUCTIONS)
-    ((_, layout),) = encoder.layouts(tokens, 1 << 40)
-    kept = []
-
-    def keep(_module, _inputs, output):
-        output.last_hidden_state.retain_grad()
-        kept.append(output.last_hidden_state)
-
-    hook = encoder.backbone.register_forward_hook(keep)
-    torch.manual_seed(0)
-    (encoder(layout) * torch.randn(3, encoder.dimension)).sum().backward()
-    hook.remove()
-    for name, matrix in encoder.interaction.named_parameters():
-        assert matrix.grad.abs().max() > 0, name
-    (states,) = kept
-    by_token = states.grad.abs().amax(dim=2).flatten()[layout.tokens].split(layout.lengths.tolist())
-    instructions = set(layout.pairs[:, 0].tolist())
-    for text, gradients in enumerate(by_token):
-        asking = gradients[-1:] if text in instructions and encoder.pooling == "last" else gradients
-        assert (asking > 0).all(), text
 
 
 def test_gradients_of_equation_4_are_exact():
@@ -244,19 +181,6 @@ def test_a_checkpoint_has_the_matrices_and_sentence_transformers_refuses_it(back
             sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu", **options)
 
 
-def test_matrices_and_interaction_change_the_fingerprint(minilm, tmp_path):
-    encoder = crossed(minilm)
-    encoder.save_pretrained(tmp_path / "saved")
-    with torch.no_grad():
-        encoder.interaction.W_q1.add_(1.0)
-    encoder.save_pretrained(tmp_path / "other")
-    prints = [InstructionEncoder.from_pretrained(str(tmp_path / n)).fingerprint() for n in ("saved", "other")]
-    prints.append(InstructionEncoder.from_pretrained(str(tmp_path / "saved"), interaction="joint").fingerprint())
-    assert len(set(prints)) == 3
-    shutil.copytree(tmp_path / "saved", tmp_path / "copy")
-    assert InstructionEncoder.from_pretrained(str(tmp_path / "copy")).fingerprint() == prints[0]
-
-
 def test_a_checkpoint_without_its_matrices_is_refused(minilm, decoder, tmp_path):
     crossed(minilm).save_pretrained(tmp_path / "small")
     crossed(decoder).save_pretrained(tmp_path / "other")
@@ -277,16 +201,6 @@ def test_instruction_and_query_are_tokenised_and_truncated_separately(minilm):
     assert [long.ids[place] for place in (0, 15, 16, 31)] == [cls, sep, cls, sep]
 
 
-def test_a_query_without_tokens_has_the_pad_token(decoder, tmp_path):
-    shutil.copytree(decoder, tmp_path / "bare")
-    file = tmp_path / "bare" / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": None}))  # adds no special tokens
-    encoder = crossed(str(tmp_path / "bare"), append_eos=False)
-    full, empty = encoder.tokenize_queries(["why", ""], ["As a table.", "As a table."])
-    assert empty.ids[empty.instruction :] == [encoder.tokenizer.pad_token_id]
-    np.testing.assert_allclose(encoder.embed([full, empty])[1], encoder.embed([empty])[0], atol=1e-6)
-
-
 # ------------------------------------------------------------------------------------------- what is built on it
 
 
@@ -303,24 +217,13 @@ def record(n):
     )
 
 
-def train(rank, settings, rows, directory, port):
-    """One worker of a run, in a process of its own."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(settings.workers)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
+def train(rank, settings, rows, directory):
     train_worker(settings, rows, directory, torch.device("cpu"))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((0, 1), id="ZeRO-0, 1 worker"),
-        pytest.param((3, 2), id="ZeRO-3, 2 workers", marks=pytest.mark.slow),  # test_engine.py has every stage
-    ],
-)
-def trained(request, minilm, tmp_path_factory):
+@pytest.fixture(scope="module")
+def trained(minilm, tmp_path_factory):
     """A checkpoint of the real loop."""
-    stage, workers = request.param
     directory = tmp_path_factory.mktemp("trained")
     settings = TrainSettings(
         records="-",
@@ -329,18 +232,14 @@ def trained(request, minilm, tmp_path_factory):
         objective="multi{P,I,IQ}",
         interaction="cross_attention",
         instruction_negatives=None,  # all: further pairs cost no encoding
-        workers=workers,
-        zero_stage=stage,
+        workers=1,
+        zero_stage=0,
         records_per_step=4,
         epochs=6,
         learning_rate=3e-4,
         query_length=48,
     )
-    rows = [record(n) for n in range(8)]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(train, (settings, rows, directory, port), nprocs=workers)
+    run_workers(train, 1, settings, [record(n) for n in range(8)], directory)
     return directory
 
 
@@ -352,22 +251,3 @@ def test_training_lowers_the_loss_and_changes_all_three_matrices(trained):
     for name, matrix in load_file(trained / FILE).items():
         start = torch.zeros(384, 384) if name == "W_i" else torch.eye(384)
         assert (matrix - start).abs().max() > 1e-4, name
-
-
-def test_a_trained_instruction_changes_the_embedding(trained):
-    encoder = InstructionEncoder.from_pretrained(str(trained))
-    one, other = encoder.encode_queries([QUERIES[0]] * 2, INSTRUCTIONS[:2])
-    assert np.abs(one - other).max() > 1e-4
-
-
-@pytest.mark.integration
-@pytest.mark.ray
-def test_evaluation_and_training_encode_a_checkpoint_alike(trained, ray_cluster, tmp_path):
-    (tmp_path / "records.jsonl").write_text("".join(json.dumps(vars(record(n))) + "\n" for n in range(8)))
-    published = evaluate(
-        EvaluateSettings(
-            records=str(tmp_path / "records.jsonl"), models={"ours": str(trained)}, output=str(tmp_path / "out")
-        )
-    )
-    figures = published.manifest["figures"]["ours"]["records"]
-    assert all(math.isfinite(value) for value in figures.values() if isinstance(value, float))

@@ -11,16 +11,17 @@ from infembed_ray.modeling.linear import Linear, enable_onednn, onednn_pays
 
 
 @pytest.fixture(autouse=True)
-def measured_anew():
+def asked_anew():
     onednn_pays.cache_clear()
     yield
     onednn_pays.cache_clear()
 
 
 @pytest.fixture
-def faster(monkeypatch):
-    """Let oneDNN be the faster one, as on AMD processors."""
-    monkeypatch.setattr(linear, "_seconds", lambda call, *_: 1.0 if call is nn.functional.linear else 0.5)
+def faster(monkeypatch, tmp_path):
+    """Let this be an AMD processor."""
+    (tmp_path / "cpuinfo").write_text("vendor_id\t: AuthenticAMD\n")
+    monkeypatch.setattr(linear, "CPU_FACTS", tmp_path / "cpuinfo")
 
 
 @pytest.mark.usefixtures("faster")
@@ -54,23 +55,22 @@ def test_training_other_precisions_and_saved_weights_are_those_of_plain_layers()
         torch.testing.assert_close(layer.bfloat16()(half), plain.bfloat16()(half), atol=0, rtol=0)
 
 
-def test_without_a_gain_or_the_operator_layers_stay_as_they_are(monkeypatch):
+def test_on_another_processor_layers_stay_as_they_are(monkeypatch, tmp_path):
     layer = nn.Sequential(nn.Linear(8, 8))
-    monkeypatch.setattr(linear, "_seconds", lambda *_: 1.0)
-    enable_onednn(layer)
-    assert type(layer[0]) is nn.Linear
+    (tmp_path / "cpuinfo").write_text("vendor_id\t: GenuineIntel\n")
+    for facts in ("cpuinfo", "missing"):
+        monkeypatch.setattr(linear, "CPU_FACTS", tmp_path / facts)
+        onednn_pays.cache_clear()
+        enable_onednn(layer)
+        assert type(layer[0]) is nn.Linear
 
-    onednn_pays.cache_clear()
 
+@pytest.mark.usefixtures("faster")
+def test_an_operator_that_is_missing_or_has_other_results_is_not_used(monkeypatch):
     def missing(*_):
         raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
 
-    monkeypatch.setattr(linear, "_onednn", missing)
-    enable_onednn(layer)
-    assert type(layer[0]) is nn.Linear
-
-
-def test_an_operator_with_other_results_is_not_used(monkeypatch):
-    monkeypatch.setattr(linear, "_seconds", lambda call, *_: 1.0 if call is nn.functional.linear else 0.5)
-    monkeypatch.setattr(linear, "_onednn", lambda input, weight, bias: 1.01 * nn.functional.linear(input, weight, bias))
-    assert not onednn_pays()
+    for operator in (missing, lambda input, weight, bias: 1.01 * nn.functional.linear(input, weight, bias)):
+        monkeypatch.setattr(linear, "_onednn", operator)
+        onednn_pays.cache_clear()
+        assert not onednn_pays()

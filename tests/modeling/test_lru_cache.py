@@ -8,22 +8,6 @@ from hypothesis import strategies as st
 from infembed_ray.modeling.lru_cache import LruCache
 
 
-def test_the_least_recently_used_entries_make_room() -> None:
-    cache = LruCache[str, str](5, lambda key, value: len(key) + len(value))
-    cache.put("a", "1")
-    cache.put("b", "2")
-    assert (cache.get("a"), cache.size) == ("1", 4)
-    cache.put("c", "3")
-    assert ("a" in cache, "b" in cache, "c" in cache, cache.size) == (True, False, True, 4)
-    assert cache.get("b") is None
-
-
-def test_an_entry_above_the_limit_is_not_kept() -> None:
-    cache = LruCache[str, str](3, lambda key, value: len(value))
-    cache.put("a", "long")
-    assert ("a" in cache, cache.size) == (False, 0)
-
-
 @given(st.lists(st.tuples(st.sampled_from(["get", "put"]), st.integers(0, 5), st.integers(0, 4))), st.integers(0, 10))
 def test_it_holds_the_longest_run_of_recent_entries_that_fits(steps: list[tuple[str, int, int]], limit: int) -> None:
     cache = LruCache[int, int](limit, lambda _, size: size)

@@ -39,16 +39,6 @@ def test_the_card_has_the_results_on_held_out_records_where_the_hub_reads_them(m
     assert "| p_mrr | 31.5 |" in card.text.split("## Results")[1].split("## Last step")[0]
 
 
-def test_the_card_shows_p_mrr_with_its_controls(minilm, tmp_path):
-    InstructionEncoder.from_pretrained(minilm).save_pretrained(tmp_path)
-    controls = {"validation_p_mrr_generic": -0.01, "validation_p_mrr_shuffled": 0.02, "validation_p_mrr_bm25": 0.3}
-    card = written(tmp_path, ["own"], metrics={"step": 7, "validation_p_mrr": 0.4} | controls)
-    results = card.text.split("## Results")[1].split("## Last step")[0]
-    assert "| p_mrr_bm25 | 0.3 |" in results
-    assert "only beside its controls" in results
-    assert {r.metric_type: r.metric_value for r in card.data.eval_results}["p_mrr_shuffled"] == 0.02
-
-
 @pytest.mark.parametrize("template", ["instruction_first", "query_first", "instruct_query"])
 def test_the_cards_example_runs_and_gives_the_encoders_embeddings(minilm, tmp_path, template, monkeypatch):
     pytest.importorskip("sentence_transformers")

@@ -40,13 +40,13 @@ def test_the_graph_gives_torchs_embeddings_for_all_lengths(family, pooling, back
 
 
 @pytest.mark.integration
-def test_separate_encoders_have_a_graph_each_and_dimensions_are_in_it(backbone_path, tmp_path):
-    encoder = InstructionEncoder.from_pretrained(backbone_path("modernbert"), share_encoder=False)
+def test_separate_encoders_have_a_graph_each_and_the_models_dimensions_are_in_it(backbone_path, tmp_path):
+    encoder = InstructionEncoder.from_pretrained(backbone_path("modernbert"), share_encoder=False, dimensions=8)
     for parameter in encoder.passage_backbone.parameters():
         parameter.data.mul_(1.2)
     encoder.save_pretrained(tmp_path / "model")
-    made = run(ExportSettings(model=str(tmp_path / "model"), output=str(tmp_path / "onnx"), dimensions=8))
-    short = InstructionEncoder.from_pretrained(str(tmp_path / "model"), dimensions=8)
+    made = run(ExportSettings(model=str(tmp_path / "model"), output=str(tmp_path / "onnx")))
+    short = InstructionEncoder.from_pretrained(str(tmp_path / "model"))
     pad = short.tokenizer.pad_token_id
     for name, tokens in (
         ("query", short.tokenize_queries(TEXTS, [None] * 4)),

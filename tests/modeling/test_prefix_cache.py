@@ -118,29 +118,6 @@ def test_an_instruction_is_computed_once_and_later_only_the_queries(qwen2):
     assert (cache.hits, cache.misses) == (7, 1)
 
 
-def test_the_least_recently_used_instruction_is_evicted(qwen2):
-    def under(token):
-        return Tokens([token] * 10 + [3, 4], "query", 10)
-
-    cache = PrefixCache(qwen2, 0)
-    cache.embed([under(7)])
-    assert cache.bytes == 0  # larger than the cache: not kept
-    kv = 2 * qwen2.backbone.config.num_hidden_layers * 2 * 10 * 8 * 4  # both, layers, heads, tokens, head size, fp32
-    cache = PrefixCache(qwen2, 2 * kv + 1)
-    for token in (7, 8, 7, 9):  # 9 takes the place of 8
-        cache.embed([under(token)])
-    assert cache.bytes == 2 * kv
-    assert [cache.remaining(under(token)) for token in (7, 8, 9)] == [2, 12, 2]
-
-
-def test_bfloat16_embeddings_are_close(backbone_path):
-    encoder = InstructionEncoder.from_pretrained(backbone_path("llama"), pooling="mean", dtype=torch.bfloat16)
-    sequences = all_texts(encoder)
-    cache = PrefixCache(encoder, MIB)
-    cache.embed(sequences)
-    assert (cache.embed(sequences) * one_by_one(encoder, sequences)).sum(axis=1).min() > 0.999
-
-
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [

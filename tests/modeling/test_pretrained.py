@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer, models
-from transformers import AutoModel, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModel
 
 import infembed_ray
 from infembed_ray.config.training import ExportSettings, Lora, TrainSettings
@@ -242,15 +242,6 @@ def test_weights_that_are_missing_or_wrong_are_named(qwen2, tmp_path, fault, loa
     assert "\n" not in str(refused.value)
 
 
-def test_every_half_of_separate_encoders_is_checked(qwen2, tmp_path):
-    InstructionEncoder.from_pretrained(qwen2, share_encoder=False).save_pretrained(tmp_path / "two")
-    file = f"document_0_Transformer/{WEIGHTS}"
-    path = changed(tmp_path / "two", tmp_path / "model", without("layers.1."), file)
-    for loader in ("encoder", "sentence_transformers"):
-        with pytest.raises(InputError, match=r"has no weights for layers\.1\."):
-            LOADERS[loader](path)
-
-
 def sharded(source, path):
     shutil.copytree(source, path)
     (path / WEIGHTS).unlink()
@@ -278,28 +269,6 @@ def test_a_classifier_needs_its_head_and_its_layers(tmp_path, part, name):
     path = changed(tiny.bert(tmp_path / "whole", 1), tmp_path / "model", without(part))
     with pytest.raises(InputError, match=rf"^kind=classifier, model={path}: has no weights for {name}"):
         LOADERS["classifier"](path)
-
-
-def test_a_seq2seq_model_needs_its_decoder(tmp_path):
-    path = changed(tiny.t5(tmp_path / "whole"), tmp_path / "model", without("decoder.block.0"))
-    with pytest.raises(InputError, match=r"^kind=seq2seq, model=.*has no weights for decoder\.block\.0"):
-        retriever(path, baseline="monot5-base", kind="seq2seq", answers=["a", "b"], pair="{query} {passage}")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (without("linear.bias"), "cannot be loaded.*Missing key.*linear.bias"),
-        (
-            lambda weights: weights | {"linear.bias": weights["linear.bias"] * math.nan},
-            "infinite or NaN: 2.linear.bias",
-        ),
-    ],
-)
-def test_a_dense_module_needs_its_weights(with_dense, tmp_path, change, message):
-    path = changed(with_dense, tmp_path / "model", change, f"2_Dense/{WEIGHTS}")
-    with pytest.raises(InputError, match=message):
-        LOADERS["sentence_transformers"](path)
 
 
 @pytest.fixture(scope="module")
@@ -346,57 +315,6 @@ def test_adapters_beside_the_weights_are_checked_too(qwen2, adapter, tmp_path, c
     shutil.copytree(qwen2, path, dirs_exist_ok=True)
     with pytest.raises(InputError, match=message):
         InstructionEncoder.from_pretrained(path)
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_adapters_of_the_model_are_loaded(qwen2, adapter, tmp_path, beside):
-    if beside:
-        shutil.copytree(adapter, tmp_path / "both")
-        shutil.copytree(qwen2, tmp_path / "both", dirs_exist_ok=True)
-        InstructionEncoder.from_pretrained(tmp_path / "both")
-    else:
-        retriever(qwen2, kind="encoder", adapter=str(adapter))
-
-
-def test_correct_models_in_other_forms_are_loaded(minilm, qwen2, tmp_path):
-    """Without a pooler, with buffers, with a head and its prefix, with tied embeddings in one copy or two."""
-    expected = {"minilm": AutoModel.from_pretrained(minilm), "qwen2": AutoModel.from_pretrained(qwen2)}
-    more = {"embeddings.position_ids": torch.arange(512), "cls.predictions.bias": torch.zeros(3)}
-    forms = {
-        "minilm": {
-            "no pooler": without("pooler"),
-            "buffers": lambda weights: weights | more,
-            "prefix": lambda weights: {f"bert.{name}": w for name, w in weights.items()},
-        },
-        "qwen2": {
-            "inv_freq": lambda weights: weights | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
-            "prefix": lambda weights: {f"model.{name}": w for name, w in weights.items()},
-            "head": lambda weights: {f"model.{n}": w for n, w in weights.items()} | {"lm_head.weight": torch.zeros(3)},
-        },
-    }
-    for name, source in (("minilm", minilm), ("qwen2", qwen2)):
-        for form, change in forms[name].items():
-            path = changed(source, tmp_path / f"{name} {form}", change)
-            for got in (
-                InstructionEncoder.from_pretrained(path).backbone,
-                LOADERS["sentence_transformers"](path).model[0].auto_model,
-            ):
-                for key, value in expected[name].state_dict().items():
-                    assert "pooler" in key or torch.equal(got.state_dict()[key], value), (name, form, key)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_causal_reranker_may_tie_its_embeddings(qwen2, tmp_path, tied):
-    config = Qwen2Config.from_pretrained(qwen2, tie_word_embeddings=tied)
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(qwen2).save_pretrained(tmp_path / "model")
-    LOADERS["causal"](str(tmp_path / "model"))
-    path = changed(tmp_path / "model", tmp_path / "headless", without("lm_head"))
-    if tied:
-        LOADERS["causal"](path)
-    else:
-        with pytest.raises(InputError, match=r"has no weights for lm_head\.weight"):
-            LOADERS["causal"](path)
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=2)])

@@ -10,15 +10,12 @@ from sentence_transformers import CrossEncoder
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
 )
 
-from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks.task import Query
-from infembed_ray.modeling import rerankers
 from tests.evaluation.retrievers import models
 
 pytestmark = pytest.mark.integration
@@ -115,21 +112,6 @@ def test_a_classifier_of_one_class_scores_as_sentence_transformers_cross_encoder
     np.testing.assert_allclose(classifier(berts[1], pair_length=64).score(PAIRS), expected, atol=1e-5)
 
 
-def test_relevance_is_the_second_of_two_classes(berts):
-    theirs = CrossEncoder(berts[2], device="cpu", max_length=64)
-    expected = theirs.predict([(asked(q), p) for q, p in PAIRS], activation_fn=torch.nn.Softmax(dim=-1))[:, 1]
-    got = classifier(berts[2], pair_length=64).score(PAIRS)
-    np.testing.assert_allclose(1 / (1 + np.exp(-got.astype(float))), expected, atol=1e-5)
-
-
-def test_a_decoder_classifies_by_the_last_token_of_each_pair(tmp_path):
-    path = models.llama(tmp_path, labels=1)
-    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForSequenceClassification.from_pretrained(path)
-    with torch.inference_mode():
-        expected = [model(**tokenizer([asked(q)], [p], return_tensors="pt")).logits.item() for q, p in PAIRS]
-    np.testing.assert_allclose(classifier(path).score(PAIRS), expected, atol=1e-4)
-
-
 def test_long_passages_are_truncated_but_not_query_or_prompt(t5, llama, berts):
     long = "bread is baked from flour and water " * 40
     for make, model, before, after in (
@@ -169,11 +151,6 @@ def test_truncation_never_divides_a_character_of_several_tokens(byte_level, pair
     assert set(kept.removeprefix("Q: what D: ").removesuffix(" R:")) == {"\N{BREAD}"}
 
 
-def test_pair_length_is_at_most_the_models_positions(berts):
-    with pytest.raises(InputError, match=r"pair_length=513: model=.* has only 512 positions"):
-        classifier(berts[1], pair_length=513)
-
-
 def test_adapters_are_merged_or_refused(llama, tmp_path):
     from peft import LoraConfig, get_peft_model
 
@@ -192,24 +169,9 @@ def test_adapters_are_merged_or_refused(llama, tmp_path):
         causal(llama, adapter=str(tmp_path / "adapter"))
 
 
-def test_query_length_truncates_only_the_query(berts):
-    short = classifier(berts[1], query_length=3)
-    same = short.score([(Query("a", "how is aspirin dosed"), "bread"), (Query("b", "how is aspirin baked"), "bread")])
-    assert same[0] == pytest.approx(same[1], abs=1e-6)
-
-
 def test_answers_must_be_in_the_vocabulary(t5):
     with pytest.raises(InputError, match=r"answers=.*'maybe' is not in the vocabulary of model="):
         monot5(t5, answers=("maybe", "▁false"))
-
-
-def test_a_model_without_a_rerankers_head_is_rejected(berts, t5):
-    with pytest.raises(InputError, match=r"kind=classifier.*no weights for classifier"):
-        classifier(berts[0])
-    with pytest.raises(InputError, match="has 3 classes, but a reranker has one or two"):
-        classifier(berts[3])
-    with pytest.raises(InputError, match="kind=seq2seq"):
-        load(baseline="monot5-base", model=berts[1])
 
 
 def test_a_score_that_is_not_finite_names_the_pair(berts, tmp_path):
@@ -219,33 +181,3 @@ def test_a_score_that_is_not_finite_names_the_pair(berts, tmp_path):
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match=r"score of 'how is aspirin dosed' with 'aspirin is a drug' is not finite"):
         classifier(broken).score(PAIRS)
-
-
-def test_damaged_weights_are_named(tmp_path):
-    broken = models.bert(tmp_path, 1)
-    (tmp_path / "model.safetensors").write_bytes(b"cut short")
-    with pytest.raises(InputError, match=r"model.model=.*damaged or truncated"):
-        classifier(broken)
-
-
-def test_random_scores_depend_only_on_texts_and_seed():
-    first, again, other = (
-        rerankers.RandomReranker(RetrieverSettings(kind="random", seed=seed), "") for seed in (0, 0, 1)
-    )
-    many = [(Query(str(i), f"query {i}"), f"passage {i}") for i in range(2000)]
-    scores = first.score(many)
-    np.testing.assert_array_equal(scores[::-1], again.score(many[::-1]))
-    assert not np.array_equal(scores, other.score(many))
-    assert scores.min() >= 0
-    assert scores.max() < 1
-    assert abs(scores.mean() - 0.5) < 0.03  # 5 sigma
-    assert first.score([(NURSES, "a")]) != first.score([(Query("1", NURSES.query), "a")])
-
-
-def test_no_pairs_have_no_scores(berts):
-    assert classifier(berts[1]).score([]).shape == (0,)
-
-
-def test_monot5_is_the_baseline_of_that_name():
-    assert MONOT5.kind == "seq2seq"
-    assert MONOT5.pair == "Query: {query} Document: {passage} Relevant:"

@@ -160,7 +160,7 @@ def test_check_reports_the_stages_that_can_be_checked_and_those_that_wait(tmp_pa
 
 
 LATE_FAULTS = {
-    "train": {"model": "/backbone", "keep_best": 2},
+    "train": {"model": "/backbone", "offload": "all"},
     "evaluate": {"records": "/heldout.jsonl", "gate": "trianed", "tasks": ["followri"]},
     "index": {"corpus": "/corpus.jsonl", "metadata": {"text": "string"}},
     "serve": {"host": "0.0.0.0"},
@@ -174,7 +174,7 @@ def test_faults_of_later_stages_are_found_before_the_first_one(tmp_path, monkeyp
         stages.run(settings)
     lines = [str(fault).replace(": ", ".", 1) if not fault.value else str(fault) for fault in error.value.faults]
     for fault in (
-        "train.keep_best=2: ",
+        "train.offload=all: ",
         "train.model=/backbone: ",
         "evaluate.models.base.model=/backbone: ",
         "evaluate.tasks=followri: ",

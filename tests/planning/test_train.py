@@ -89,7 +89,6 @@ def test_text_and_json_agree(capsys):
         ({"objective": "multi{P,X}"}, "objective"),
         ({"precision": "bf16", "zero_stage": 0}, "precision=bf16: zero_stage=0"),
         ({"model": "/no/model"}, "/no/model"),
-        ({"teacher": "intfloat/e5-large-v2"}, "teacher"),
         ({"workers": 64, "records_per_step": 32}, "records_per_step"),
     ],
 )
@@ -129,19 +128,9 @@ def test_negatives_add_the_texts_that_the_objective_says():
 
 
 @pytest.mark.integration
-def test_gradcache_bounds_the_graphs_and_accumulation_divides_them():
+def test_gradcache_bounds_the_graphs():
     base = {"model": "Qwen/Qwen2.5-1.5B", "records_per_step": 16}
-    whole, chunked, halves = work_of(**base), work_of(**base, grad_cache_tokens=1024), work_of(**base, accumulation=2)
+    whole, chunked = work_of(**base), work_of(**base, grad_cache_tokens=1024)
     assert chunked.graph_slots <= 1024 < whole.graph_slots
     assert chunked.passes > whole.passes == 2
-    assert halves.graph_slots < 0.7 * whole.graph_slots
-    assert (whole.steps, halves.steps) == (2 * -(-38_759 // 16),) * 2
-
-
-@pytest.mark.integration
-def test_a_step_of_tokens_has_records_in_proportion():
-    base = {"model": "intfloat/e5-base-v2", "tokens": (4, 2, 4), "objective": "uni{P}", "workers": 16}
-    few, many = (work_of(**base, tokens_per_step=n) for n in (24_000, 96_000))
-    assert few.records > 512  # fewer are made up where that is enough
-    assert many.records == pytest.approx(4 * few.records, abs=4)
-    assert many.graph_slots > 3 * few.graph_slots
+    assert whole.steps == 2 * -(-38_759 // 16)

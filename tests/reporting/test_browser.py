@@ -18,7 +18,7 @@ from infembed_ray.evaluation.paper.collection import collect
 from infembed_ray.evaluation.paper.results_report import Report
 from infembed_ray.storage.steps import resolve
 from infembed_ray.training.observability import report as training_report
-from infembed_ray.training.observability.events import Event
+from infembed_ray.training.observability.logs import Event
 from tests.analysis.samples import ROWS, kept, publish
 from tests.evaluation.paper import made
 from tests.quickstart import test_report as quickstart_samples
@@ -82,8 +82,8 @@ def training(root):
         return values | {"accuracy_P": min(0.9999, 0.9985 + step / 1e6)}
 
     events = [
-        Event(120, "spike", "warn", "step 120: the gradient norm is 9.1, 6 times the usual"),
-        Event(400, "nonfinite", "skip", "step 400: the loss is nan; no update"),
+        Event(120, "no_negatives", "warn", "step 120: no row has a negative"),
+        Event(400, "nonfinite", "stop", "step 400: the loss is nan"),
     ]
     settings = TrainSettings(records="runs/records/2026", model="some/model", output="runs/checkpoint", workers=4)
     return training_report.render(settings, [line(s) for s in range(1, 2001)], events, 11_234, 2000)

@@ -161,7 +161,7 @@ def test_check_and_run_report_the_same_mistakes(shown, training: list[str], tmp_
     """Settings that do not fit each other, records and a model that cannot be read."""
     bad = write_jsonl(tmp_path / "bad.jsonl", [{**vars(record(0)), "query_positive": " "}])
     for wrong in (
-        ["objective=multi{X}", "accumulation=3", "records_per_step=8", "temperature_learned=true", "temperature=7"],
+        ["objective=multi{X}", "offload=all"],
         [f"records={bad}"],
         ["workers=2"],
         ["matryoshka=[4096]"],
@@ -174,17 +174,15 @@ def test_check_and_run_report_the_same_mistakes(shown, training: list[str], tmp_
             launch.run(TrainSettings.load(None, given))
         assert err == [f"infembed train: {fault}" for fault in error.value.args]
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-    assert (
-        len(shown("train", *training, f"output={tmp_path}/out", "objective=x", "accumulation=3", "keep_best=1")[2]) == 3
-    )
+    assert len(shown("train", *training, f"output={tmp_path}/out", "objective=x", "workers=2", "offload=all")[2]) == 3
 
 
 def test_missing_files_and_bad_settings_are_reported_together(shown, tmp_path: Path) -> None:
-    status, out, err = shown("train", "records=/nope", "model=./nope", f"output={tmp_path}/out", "keep_best=2")
+    status, out, err = shown("train", "records=/nope", "model=./nope", f"output={tmp_path}/out", "offload=all")
     assert status == 2
     assert not out
     assert {line.removeprefix("infembed train: ").split(":")[0] for line in err} == {
-        "records=/nope", "model=./nope", "keep_best=2",
+        "records=/nope", "model=./nope", "offload=all",
     }  # fmt: skip
     assert len(err) == 3
 
@@ -244,7 +242,7 @@ def test_a_sweep_shows_trials_steps_and_tasks(shown, training: list[str], backbo
     ):
         assert expected in out
     assert "task records: 99 queries" in out
-    wrong = ["variants.odd={records_per_step: 7, accumulation: 2}", "variants.wide={matryoshka: [4096]}"]
+    wrong = ["variants.odd={workers: 2, records_per_step: 1}", "variants.wide={matryoshka: [4096]}"]
     status, _, err = shown("sweep", *given, *wrong, f"evaluate.distractors={tmp_path}")
     assert status == 2
     faults = [line.removeprefix("infembed sweep: ").split(": ")[:2] for line in err]

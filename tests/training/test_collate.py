@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records.tables import Record
 from infembed_ray.records.tuples import Example
-from infembed_ray.training.collate import collate, drawn, flatten, other_instructions, sample_instructions, token_counts
+from infembed_ray.training.collate import collate, drawn, flatten, other_instructions, sample_instructions
 from infembed_ray.training.losses import NCE, Objective
 from tests.modeling import backbones
 
@@ -30,6 +30,11 @@ def record(n, instruction=None):
 @pytest.fixture(scope="module")
 def encoder(minilm):
     return InstructionEncoder.from_pretrained(minilm)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    return InstructionEncoder.from_pretrained(backbones.write("qwen2", tmp_path_factory.mktemp("decoder")))
 
 
 def candidate_texts(encoder, batch):
@@ -90,36 +95,21 @@ def test_sampled_negatives_do_not_depend_on_the_number_of_workers(encoder):
     assert collate(encoder, [records], 0, MULTI_P_I, instruction_negatives=4, seed="7/4") != whole
 
 
-def test_shared_instructions_are_one_set_per_step_for_any_number_of_workers(encoder):
+def test_causal_backbones_share_one_set_of_instructions_per_step_for_any_number_of_workers(decoder):
     records = [record(n) for n in range(12)]
     rows = [t for r in records for t in flatten(r)]
-    options = {"instruction_negatives": 4, "shared_instructions": True, "seed": "7/3"}
-    whole = candidate_texts(encoder, collate(encoder, [records], 0, MULTI_P_I, **options))
+    options = {"instruction_negatives": 4, "seed": "7/3"}
+    whole = candidate_texts(decoder, collate(decoder, [records], 0, MULTI_P_I, **options))
     shares = [records[:5], records[5:6], records[6:]]
-    parts = [collate(encoder, shares, rank, MULTI_P_I, **options) for rank in range(3)]
-    assert [row for part in parts for row in candidate_texts(encoder, part)] == whole
+    parts = [collate(decoder, shares, rank, MULTI_P_I, **options) for rank in range(3)]
+    assert [row for part in parts for row in candidate_texts(decoder, part)] == whole
     drawn = sample_instructions(sorted({t.instruction for t in rows}), 4, random.Random("7/3"))
     assert len(drawn) == 5
     for t, row in zip(rows, whole, strict=True):
         rest = [i for i in drawn if i not in (t.instruction, t.poisoned)][:3]
         assert row == [f"{i} {t.query}" for i in (t.poisoned, *rest)]
-    other = candidate_texts(encoder, collate(encoder, [records], 0, MULTI_P_I, **options | {"seed": "7/4"}))
+    other = candidate_texts(decoder, collate(decoder, [records], 0, MULTI_P_I, **options | {"seed": "7/4"}))
     assert other != whole
-
-
-def test_causal_backbones_share_the_instructions_of_a_step_by_default(encoder, tmp_path):
-    records = [record(n) for n in range(12)]
-
-    def instructions(encoder, **options):
-        batch = collate(encoder, [records], 0, MULTI_P_I, instruction_negatives=4, seed="1", **options)
-        rows = candidate_texts(encoder, batch)[::3]
-        return {tuple(sorted(text.rsplit(" query", 1)[0] for text in row[1:])) for row in rows}
-
-    decoder = InstructionEncoder.from_pretrained(backbones.write("qwen2", tmp_path))
-    assert len(instructions(encoder)) > 6
-    assert len(instructions(encoder, shared_instructions=True)) <= 4
-    assert len(instructions(decoder)) <= 4
-    assert len(instructions(decoder, shared_instructions=False)) > 6
 
 
 def test_all_instructions_means_those_of_the_own_share(encoder):
@@ -194,12 +184,3 @@ def test_a_row_without_an_instruction_has_only_its_poisoned_one():
     assert other_instructions(plain, pool, 5) == []
     assert other_instructions(poisoned, pool, 5) == ["bad"]
     assert other_instructions(instructed, pool, 5) == ["bad", "good 1"]
-
-
-def test_token_counts_bound_every_draw(encoder):
-    long = Example("x", "a question", ("short", "a much longer answer"), ("no", "no no no no", "no no"))
-    for most in (None, 0, 1, 2):
-        (count,) = token_counts(encoder, [long], most)
-        drawings = [drawn(long, most, str(seed)) for seed in range(30)]
-        batches = [collate(encoder, [[one]], 0, Objective.parse("uni{P}")) for one in drawings]
-        assert max(batch.tokens for batch in batches) == count

@@ -1,5 +1,4 @@
 import json
-import pickle
 import time
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ from infembed_ray.errors import InputError
 from infembed_ray.records.tables import Record, stream
 from infembed_ray.storage.object_store import Folder
 from infembed_ray.training.dataset import Dataset
-from tests.support.memory import peak_bytes
 from tests.training.test_collate import record
 
 MANY = 2500  # more than two batches of the file
@@ -35,12 +33,6 @@ def test_dataset_is_the_sequence_of_written_records(dataset):
     assert dataset[1022:1026:2] == [varied(1022), varied(1024)]
     with pytest.raises(IndexError):
         dataset[MANY]
-
-
-def test_pickle_holds_only_the_path(dataset):
-    pickled = pickle.dumps(dataset)
-    assert len(pickled) < 400
-    assert pickle.loads(pickled)[MANY - 1] == varied(MANY - 1)
 
 
 def test_fingerprint_does_not_depend_on_the_input_format(dataset, tmp_path):
@@ -73,16 +65,6 @@ def test_an_upload_of_the_same_records_leaves_the_object_alone(bucket, tmp_path)
     assert second != first
 
 
-def write_records(file, count):
-    Dataset.write(file, (record(n) for n in range(count)))
-
-
-@pytest.mark.integration
-def test_memory_of_write_does_not_grow_with_the_records(tmp_path):
-    file = tmp_path / "a.arrow"
-    assert peak_bytes(write_records, file, 20_000) < 1.2 * peak_bytes(write_records, file, 5_000)
-
-
 def test_bad_records_leave_no_file(tmp_path):
     rows = [vars(varied(n)) for n in range(5)]
     rows[3]["query_negative"] = " "
@@ -90,12 +72,3 @@ def test_bad_records_leave_no_file(tmp_path):
     with pytest.raises(InputError, match=r"records=.*a.jsonl: row 4: column query_negative is empty; fill it or drop"):
         Dataset.write(tmp_path / "records.arrow", stream(tmp_path / "a.jsonl", Record, "records"))
     assert not (tmp_path / "records.arrow").exists()
-
-
-def test_token_counts_are_stored_beside_the_records(dataset, tmp_path):
-    counted = Dataset.write(
-        tmp_path / "a.arrow", map(varied, range(MANY)), lambda some: [len(r.document_positive) for r in some]
-    )
-    assert counted.tokens.tolist() == [len(f"passage {n}") for n in range(MANY)]
-    assert counted[5] == varied(5)
-    assert dataset.tokens is None

@@ -16,12 +16,9 @@ from tests.training.test_scores import embed, model
 TEMPERATURE = 0.1
 
 
-def reference(loss, student, teacher, divisor):
+def reference(student, teacher, divisor):
     """Loss of one row from lists of logits whose first is the positive's."""
     taught = [t / divisor for t in teacher]
-    if loss == "margin_mse":
-        wrong = [(student[0] - s) - (taught[0] - t) for s, t in zip(student[1:], taught[1:], strict=True)]
-        return math.fsum(w * w for w in wrong) / max(1, len(wrong))
     ours, theirs = (math.log(math.fsum(math.exp(x) for x in logits)) for logits in (student, taught))
     return math.fsum(math.exp(t - theirs) * ((t - theirs) - (s - ours)) for s, t in zip(student, taught, strict=True))
 
@@ -35,42 +32,37 @@ def case(rows=5, width=6):
 
 
 @pytest.mark.parametrize("divisor", [1.0, 3.0])
-@pytest.mark.parametrize("loss", ["margin_mse", "kl"])
-def test_losses_match_loops_over_the_candidates(loss, divisor):
+def test_losses_match_loops_over_the_candidates(divisor):
     similarities, teacher, mask = case()
-    settings = Distillation(loss=loss, teacher_temperature=divisor)
+    settings = Distillation(teacher_temperature=divisor)
     got = distillation_loss(settings, similarities, teacher, mask, TEMPERATURE)
     expected = 0.0
     for row, keep in enumerate(mask):
         if keep.any():
             student = (similarities[row][keep] / TEMPERATURE).tolist()
-            expected += reference(loss, student, teacher[row][keep].tolist(), divisor)
+            expected += reference(student, teacher[row][keep].tolist(), divisor)
     assert got.item() == pytest.approx(expected / len(mask), rel=1e-12)
 
 
-@pytest.mark.parametrize("loss", ["margin_mse", "kl"])
-def test_gradients_including_the_temperatures_match_finite_differences(loss):
+def test_gradients_match_finite_differences():
     similarities, teacher, mask = case()
-    temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-    settings = Distillation(loss=loss, teacher_temperature=4.0)
+    settings = Distillation(teacher_temperature=4.0)
     assert torch.autograd.gradcheck(
-        lambda s, t: distillation_loss(settings, s, teacher, mask, t), [similarities.requires_grad_(), temperature]
+        lambda s: distillation_loss(settings, s, teacher, mask, 0.7), [similarities.requires_grad_()]
     )
 
 
 def test_a_student_that_agrees_has_no_loss():
     _, teacher, mask = case()
-    for loss in ("margin_mse", "kl"):
-        settings = Distillation(loss=loss, teacher_temperature=2.0)
-        assert distillation_loss(settings, teacher / 2 * TEMPERATURE + 3, teacher, mask, TEMPERATURE).item() < 1e-12
+    settings = Distillation(teacher_temperature=2.0)
+    assert distillation_loss(settings, teacher / 2 * TEMPERATURE + 3, teacher, mask, TEMPERATURE).item() < 1e-12
 
 
-@pytest.mark.parametrize("loss", ["margin_mse", "kl"])
-def test_a_batch_matches_loops_over_its_texts_for_any_number_of_workers(minilm, loss):
+def test_a_batch_matches_loops_over_its_texts_for_any_number_of_workers(minilm):
     """Rows of an InF-IR record have no scores and count as 0; so does an example without negatives."""
     encoder, weight = InstructionEncoder.from_pretrained(minilm), model().detach()
     records = [record(0), example(1, negatives=2), example(2, negatives=0), example(3, negatives=4, instruction="good")]
-    settings, objective = Distillation(loss=loss, teacher_temperature=2.0), Objective.parse("uni{P}")
+    settings, objective = Distillation(teacher_temperature=2.0), Objective.parse("uni{P}")
 
     def similarity(t, passage):
         (query,), (answer,) = (
@@ -81,7 +73,7 @@ def test_a_batch_matches_loops_over_its_texts_for_any_number_of_workers(minilm, 
 
     rows = [t for r in records for t in flatten(r)]
     expected = sum(
-        reference(loss, [similarity(t, p) / TEMPERATURE for p in (t.passage, *t.negatives)], t.scores, 2.0)
+        reference([similarity(t, p) / TEMPERATURE for p in (t.passage, *t.negatives)], t.scores, 2.0)
         for t in rows
         if t.scores
     )

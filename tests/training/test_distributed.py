@@ -1,28 +1,21 @@
 """Training on a Ray cluster: its output, resuming, ZeRO stages, adapters and error messages."""
 
 import html
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from ray.train import WorkerGroupError
-from safetensors.numpy import load_file
 
 from infembed_ray.config.training import Lora, TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.training.distributed import _explained
 from infembed_ray.training.launch import run
-from infembed_ray.training.observability.events import read_events
-from infembed_ray.training.observability.metrics import read_metrics
+from infembed_ray.training.observability.logs import read_events, read_metrics
 from tests.support.files import write_jsonl
-from tests.support.waiting import wait_until
 from tests.training.test_collate import record
 from tests.training.test_launch import assert_same_run, decoder_settings
 
@@ -49,7 +42,6 @@ def settings(records_file, minilm, tmp_path_factory):
         checkpoint_every=2,
         cpus_per_worker=0.5,
         grad_cache_tokens=96,
-        temperature_learned=True,
     )
 
 
@@ -66,19 +58,6 @@ def test_training_lowers_the_loss_and_logs_every_step(published, settings):
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     assert metrics[0]["learning_rate"] == settings.learning_rate
     assert published.manifest["counts"] == {"records": 6, "steps": 6}
-    temperatures = [m["temperature"] for m in metrics]
-    assert temperatures[0] == pytest.approx(0.05, rel=1e-6)
-    assert len(set(temperatures)) == 6
-    assert published.manifest["final_metrics"]["temperature"] == temperatures[-1]
-
-
-@pytest.mark.ray
-def test_exported_model_has_only_the_encoder(published, minilm):
-    saved, original = (
-        {name for file in Path(p).glob("*.safetensors") for name in load_file(file)} for p in (published.path, minilm)
-    )
-    assert saved <= original
-    assert {name for name in original - saved if not name.startswith("pooler")} <= {"embeddings.position_ids"}
 
 
 @pytest.mark.ray
@@ -95,14 +74,6 @@ def test_sentence_transformers_embeds_the_exported_model_identically(published):
     passages = ["Aspirin is given by mouth.", "word " * 400]
     cosine = (ours.encode_passages(passages) * theirs.encode(passages, normalize_embeddings=True)).sum(axis=1)
     assert cosine.min() >= 0.9999
-
-
-@pytest.mark.ray
-def test_training_moves_the_weights(published, minilm):
-    before, after = (
-        InstructionEncoder.from_pretrained(p).encode_passages(["passage 1"]) for p in (minilm, str(published.path))
-    )
-    assert not np.allclose(before, after, atol=1e-4)
 
 
 @pytest.mark.ray
@@ -127,51 +98,12 @@ def test_ray_matches_one_process(ray_cluster, tmp_path):
 def test_stopped_run_is_not_retried_by_ray_and_its_report_has_the_reason(ray_cluster, tmp_path):
     changes = {"launcher": "ray", "workers": 2, "learning_rate": 1e25, "checkpoint_every": 1}
     diverging = decoder_settings(tmp_path).model_copy(update=changes)
-    with pytest.raises(InputError, match=r"^step 2: .* stopped, the last checkpoint is kept"):
+    with pytest.raises(InputError, match=r"^step 2: .* stopped"):
         run(diverging)
     (partial,) = Path(diverging.output).glob(".*.partial")
     (event,) = read_events(partial)  # a retry would have logged that it resumed
     assert (event.step, event.action) == (2, "stop")
     assert event.message in html.unescape((partial / "report.html").read_text())
-
-
-@pytest.mark.slow  # quick: checkpoints/test_manager.py resumes every ZeRO stage to the same weights
-@pytest.mark.ray
-def test_run_resumes_to_the_same_weights_after_its_driver_is_killed(published, settings, tmp_path):
-    killed = settings.model_copy(update={"output": str(tmp_path)})
-    overrides = [f"{k}={v}" for k, v in killed.model_dump(exclude_defaults=True).items()]
-    driver = subprocess.Popen(
-        [sys.executable, "-m", "infembed_ray.cli", "train", *overrides],
-        env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"},
-        start_new_session=True,
-    )
-    partial = tmp_path / f".{published.path.name}.partial"
-    wait_until(lambda: list(partial.glob("states/step-*/complete.json")) or driver.poll() is not None, 240)
-    assert driver.poll() is None, "the driver ended before it wrote a checkpoint"
-    os.killpg(driver.pid, signal.SIGKILL)
-    driver.wait()
-    assert not (tmp_path / published.path.name).exists()
-    resumed = run(killed)
-    assert resumed.fresh
-    assert [m["loss"] for m in read_metrics(resumed.path)] == [m["loss"] for m in read_metrics(published.path)]
-    a, b = (
-        InstructionEncoder.from_pretrained(str(p)).encode_passages(["passage 1", "x"])
-        for p in (published.path, resumed.path)
-    )
-    np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.slow  # quick: test_engine.py compares every ZeRO stage with plain PyTorch
-@pytest.mark.ray
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_every_zero_stage_trains_the_same_model(published, settings, tmp_path, stage):
-    other = run(settings.model_copy(update={"output": str(tmp_path), "zero_stage": stage}))
-    losses = [[m["loss"] for m in read_metrics(p.path)] for p in (published, other)]
-    np.testing.assert_allclose(losses[1], losses[0], atol=1e-4)
-    a, b = (
-        InstructionEncoder.from_pretrained(str(p.path)).encode_passages(["passage 1", "x"]) for p in (published, other)
-    )
-    assert (a * b).sum(axis=1).min() > 0.9999
 
 
 @pytest.mark.integration
@@ -204,24 +136,18 @@ def test_only_adapters_are_trained_and_merged_on_export(settings, minilm, tmp_pa
 
 
 @pytest.mark.ray
-def test_placement_timeout_error_names_the_resources(ray_cluster, settings, tmp_path):
-    asks = {"output": str(tmp_path), "cpus_per_worker": 3.0, "placement_timeout_s": 2.0, "max_failures": 0}
-    with pytest.raises(
-        InputError, match=r"placement_timeout_s=2: no resources for workers=2 of 3 CPU each \(placement=PACK\)"
-    ):
+def test_placement_timeout_error_names_the_resources(ray_cluster, settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "2")
+    asks = {"output": str(tmp_path), "cpus_per_worker": 3.0, "max_failures": 0}
+    with pytest.raises(InputError, match=r"workers=2: no resources for 3 CPU each"):
         run(settings.model_copy(update=asks))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"instruction_negatives": 0}, r"instruction_negatives=0: multi\{P,I\} contrasts instructions"),
-        ({"objective": "multy{P,I}"}, r"objective='multy\{P,I\}'.*did you mean multi\{P,I\}"),
         ({"model": "/no/such/model"}, "model=/no/such/model: no such model directory"),
         ({"records": "/no/such/file.jsonl"}, "records=/no/such/file.jsonl: no such file"),
-        ({"temperature": 2.0, "temperature_learned": True}, "temperature=2.0: learned temperatures lie between 0.01"),
-        ({"precision": "bf16", "zero_stage": 0}, "precision=bf16: zero_stage=0 would accumulate and export in bf16"),
-        ({"workers": 7, "records_per_step": 7}, "workers=7: more than the 6 records"),
         ({"split": "train"}, "no row has split=train"),
         ({"matryoshka": (384,)}, "matryoshka=384: embeddings of .* have 384; set fewer"),
         ({"interaction": "cross_attention", "template": "query_first"}, "template=query_first: cross_attention has no"),

@@ -39,10 +39,10 @@ def test_exported_files_are_those_of_the_whole_model(family, changes, tmp_path, 
         if parameter.requires_grad:
             parameter.data.normal_()
     frozen = {name for name, parameter in trained.named_parameters() if not parameter.requires_grad}
-    state = {f"encoder.{name}": w.clone() for name, w in trained.state_dict().items() if name not in frozen}
+    state = {name: w.clone() for name, w in trained.state_dict().items() if name not in frozen}
     trained.save_pretrained(tmp_path / "expected")
     (tmp_path / "step").mkdir()
-    torch.save({"module": state | {"temperature.logit": torch.zeros(1)}}, tmp_path / "step" / WHOLE_STATE)
+    torch.save({"module": state}, tmp_path / "step" / WHOLE_STATE)
 
     monkeypatch.setattr(checkpoint_writer, "_SHARD", "20KB")
     export(tmp_path / "step", settings, tmp_path / "exported")
@@ -74,11 +74,11 @@ def assert_same_tensors(folder: Path, expected: dict[str, torch.Tensor]) -> None
 def test_weights_that_are_not_finite_are_not_exported(changes, tmp_path):
     model = backbones.write("qwen2", tmp_path / "model")
     settings = TrainSettings(records="-", model=model, output="runs/x", **changes)
-    state = {f"encoder.{name}": p for name, p in load_encoder(settings).named_parameters() if p.requires_grad}
+    state = {name: p for name, p in load_encoder(settings).named_parameters() if p.requires_grad}
     list(state.values())[-1].data.view(-1)[1] = torch.inf
     (tmp_path / "step").mkdir()
     torch.save({"module": state}, tmp_path / "step" / WHOLE_STATE)
-    message = rf"^output=runs/x: weights are infinite or NaN: {re.escape(list(state)[-1].removeprefix('encoder.'))}; "
+    message = rf"^output=runs/x: weights are infinite or NaN: {re.escape(list(state)[-1])}; "
     with pytest.raises(InputError, match=message):
         export(tmp_path / "step", settings, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()

@@ -29,7 +29,3 @@ def test_schedules_match_transformers(schedule, warmup, steps):
             assert learning_rate(settings, step, steps) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)
         optimizer.step()
         theirs.step()
-
-
-def test_linear_schedule_is_the_default():
-    assert [learning_rate(settings_of(), n, 4) for n in range(4)] == pytest.approx([5e-5, 3.75e-5, 2.5e-5, 1.25e-5])

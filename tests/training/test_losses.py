@@ -10,10 +10,10 @@ from sentence_transformers.losses import MultipleNegativesRankingLoss
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
-from infembed_ray.training.losses import ALL_OBJECTIVES, NCE, Negatives, Objective, marginal_loss
+from infembed_ray.training.losses import ALL_OBJECTIVES, Negatives, Objective, marginal_loss
 
 
-def reference(objective, positive, candidates, temperature, once=True, weights=None, smoothing=0.0):
+def reference(objective, positive, candidates, temperature, once=True, weights=None):
     """Compute Eq. 8-21 row by row; `candidates[v][i]` lists the similarities of the negatives of row i."""
     weights = {v: (weights or {}).get(v, 1.0) for v in objective.variables}
     total = 0.0
@@ -21,15 +21,12 @@ def reference(objective, positive, candidates, temperature, once=True, weights=N
         e = math.exp(own / temperature)
         sums = {v: sum(math.exp(s / temperature) for s in candidates[v][i]) for v in objective.variables}
         if objective.kind == "uni":
-            softmaxes = [(weights[v], e + sums[v], {v: 1.0}) for v in objective.variables]
+            softmaxes = [(weights[v], e + sums[v]) for v in objective.variables]
         elif once:
-            softmaxes = [(1.0, e + sum(weights[v] * sums[v] for v in sums), weights)]
+            softmaxes = [(1.0, e + sum(weights[v] * sums[v] for v in sums))]
         else:
-            softmaxes = [(1.0, sum(weights[v] * (e + sums[v]) for v in sums), weights)]
-        for factor, denominator, of in softmaxes:
-            logs = [math.log(e / denominator)]
-            logs += [math.log(of[v] * math.exp(s / temperature) / denominator) for v in of for s in candidates[v][i]]
-            total -= factor * ((1 - smoothing) * logs[0] + smoothing * sum(logs) / len(logs))
+            softmaxes = [(1.0, sum(weights[v] * (e + sums[v]) for v in sums))]
+        total -= sum(factor * math.log(e / denominator) for factor, denominator in softmaxes)
     return total / len(positive)
 
 
@@ -77,38 +74,26 @@ def test_every_objective_matches_the_equations(objective, once):
     st.sampled_from([0.02, 0.05, 1.0]),
     st.booleans(),
     st.dictionaries(st.sampled_from(["P", "I", "IQ"]), st.floats(0.1, 10)),
-    st.sampled_from([0.0, 0.1, 0.9]),
 )
-def test_masks_weights_and_smoothing_match_the_equations(
-    objective, seed, rows, width, keep, temperature, once, weights, smoothing
-):
+def test_masks_and_weights_match_the_equations(objective, seed, rows, width, keep, temperature, once, weights):
     positive, negatives, lists = random_case(seed, rows, width, keep)
-    loss = marginal_loss(objective, positive, negatives, temperature, once, weights, smoothing)
-    expected = reference(objective, positive.tolist(), lists, temperature, once, weights, smoothing)
+    loss = marginal_loss(objective, positive, negatives, temperature, once, weights)
+    expected = reference(objective, positive.tolist(), lists, temperature, once, weights)
     assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("once", [True, False])
 @pytest.mark.parametrize("objective", ALL_OBJECTIVES, ids=str)
-def test_gradients_including_the_temperatures_match_finite_differences(objective, once, smoothing):
+def test_gradients_match_finite_differences(objective, once):
     positive, negatives, _ = random_case(seed=3, rows=3, width=4)
 
-    def loss(temperature, p, *similarities):
+    def loss(p, *similarities):
         given_ = {v: Negatives(s, negatives[v].mask) for v, s in zip(objective.variables, similarities, strict=True)}
-        return marginal_loss(objective, p, given_, temperature, once, {"P": 2.0, "I": 0.5}, smoothing)
+        return marginal_loss(objective, p, given_, 0.5, once, {"P": 2.0, "I": 0.5})
 
-    inputs = [torch.tensor(0.5, dtype=torch.float64, requires_grad=True), positive.requires_grad_()]
+    inputs = [positive.requires_grad_()]
     inputs += [negatives[v].similarities.clone().requires_grad_() for v in objective.variables]
     assert torch.autograd.gradcheck(loss, inputs)
-
-
-def test_label_smoothing_matches_cross_entropy():
-    similarity = unit(6, 8) @ unit(6, 8).T
-    positive, negatives = from_pairs(similarity)
-    loss = marginal_loss(Objective.parse("uni{P}"), positive, negatives, 0.1, label_smoothing=0.3)
-    expected = torch.nn.functional.cross_entropy(similarity / 0.1, torch.arange(6), label_smoothing=0.3)
-    torch.testing.assert_close(loss, expected)
 
 
 def test_losses_of_random_vectors_match_the_official_code():
@@ -203,15 +188,6 @@ def test_uni_and_multi_are_equal_for_one_variable():
         torch.testing.assert_close(uni, multi)
 
 
-@pytest.mark.parametrize("name", [str(o) for o in (*ALL_OBJECTIVES, NCE)])
-def test_objective_names_round_trip(name):
-    assert str(Objective.parse(name)) == name
-
-
-def test_variables_in_any_order_and_with_spaces_are_accepted():
-    assert str(Objective.parse("multi{IQ, P}")) == "multi{P,IQ}"
-
-
 @pytest.mark.parametrize("name", ["multy{P,I}", "multi{P,Q}", "uni{}", "multi", "uni{P,P}", "nce{P}", "uni{PIQ}"])
 def test_unknown_objective_error_names_the_nearest(name):
     with pytest.raises(InputError, match=r"no such objective: (did you mean|valid)"):
@@ -223,17 +199,13 @@ def test_unknown_objective_error_names_the_nearest(name):
     [
         ({"objective": "multi{P,I}", "instruction_negatives": 0}, "instruction_negatives=0: .* set at least 1"),
         ({"objective": "multi{P,I}", "iq_negatives": "ik"}, "iq_negatives=ik: .* does not contrast IQ"),
-        ({"objective": "uni{I}", "same_tower_negatives": True}, "same_tower_negatives=true: .* no P term"),
         (
             {"objective": "uni{P}", "term_weights": {"I": 2.0}},
             "term_weights.I: uni{P} has no such term; set weights of P",
         ),
-        ({"objective": "uni{P}", "teacher_margin": 0.1}, "teacher_margin=0.1: there is no teacher"),
-        ({"objective": "uni{I}", "teacher": "some/model"}, "teacher=some/model: screens P and iq_kk"),
-        ({"objective": "uni{IQ}", "iq_negatives": "ik", "teacher": "some/model"}, "teacher=some/model: screens P"),
         (
             {"objective": "nce{PIQ}", "records_per_step": 32},
-            "objective=nce{PIQ}: 32 records per step have up to 4096 joint texts",
+            "records_per_step=32: up to 4096 joint texts",
         ),
     ],
 )
@@ -241,16 +213,3 @@ def test_settings_that_do_not_fit_the_objective_are_rejected(changes, message):
     with pytest.raises(InputError, match=message.replace("{", r"\{").replace("}", r"\}")) as error:
         Objective.from_settings(TrainSettings(records="r", model="m", output="o", **changes))
     assert "\n" not in str(error.value)
-
-
-def test_settings_that_fit_the_objective_are_accepted():
-    settings = TrainSettings(
-        records="r",
-        model="m",
-        output="o",
-        objective="nce{PIQ}",
-        records_per_step=16,
-        workers=2,
-        instruction_negatives=0,
-    )
-    assert Objective.from_settings(settings) == NCE

@@ -12,8 +12,8 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records.tuples import Example
 from infembed_ray.training.collate import collate, flatten
 from infembed_ray.training.collectives import mean_over_workers
-from infembed_ray.training.losses import ALL_OBJECTIVES, NCE, Negatives, Objective, marginal_loss
-from infembed_ray.training.scores import score_batch, screened
+from infembed_ray.training.losses import ALL_OBJECTIVES, NCE, Objective, marginal_loss
+from infembed_ray.training.scores import score_batch
 from tests.support.workers import run_workers
 from tests.training.test_collate import record
 
@@ -60,17 +60,15 @@ def embed(weight, texts):
     return torch.nn.functional.normalize(torch.stack([vector(t) for t in texts]) @ weight, dim=1)
 
 
-def loss_of(encoder, weight, shares, rank, objective, once=True, same_tower=False, **options):
+def loss_of(encoder, weight, shares, rank, objective, once=True, **options):
     """Compute a worker's loss and its share with the code under test."""
     batch = collate(encoder, shares, rank, objective, seed="1/1", **options)
-    scores = score_batch(objective, batch, embed(weight, batch.queries), embed(weight, batch.passages), same_tower)
+    scores = score_batch(objective, batch, embed(weight, batch.queries), embed(weight, batch.passages))
     return marginal_loss(objective, scores.positive, scores.negatives, TEMPERATURE, once), batch.share
 
 
-def reference(
-    encoder, weight, shares, objective, once=True, same_tower=False, instruction_negatives=None, iq="kk", shared=False
-):
-    """Compute the mean of Eq. 1, 6-21 over all rows of all workers, by loops over texts and a set of known tuples."""
+def reference(encoder, weight, shares, objective, once=True, instruction_negatives=None, iq_negatives="kk"):
+    """Compute the mean of Eq. 1, 6-21 over all rows of all workers, by loops over texts and a set of positive tuples."""
     cache = {}
 
     def similarity(a, b):
@@ -90,40 +88,38 @@ def reference(
 
     by_share = [[t for r in share for t in flatten(r)] for share in shares]
     rows = [t for share in by_share for t in share]
-    known = {(t.instruction, t.query, p) for t in rows for p in (t.passage, *t.other_positives)}
+    positives = {(t.instruction, t.query, p) for t in rows for p in (t.passage, *t.other_positives)}
     candidates = [t.passage for t in rows] + [p for t in rows for p in t.negatives]
     total = 0.0
     for n, i in enumerate(rows):
         mine = next(share for share in by_share if any(t is i for t in share))
         own = e(i.instruction, i.query, i.passage)
         sums = {}
-        sums["P"] = sum(e(i.instruction, i.query, p) for p in candidates if (i.instruction, i.query, p) not in known)
-        if same_tower:
-            sums["P"] += sum(
-                math.exp(similarity((i.instruction, i.query), (k.instruction, k.query)) / TEMPERATURE)
-                for k in rows
-                if (k.instruction, k.query, i.passage) not in known and (i.instruction, i.query, k.passage) not in known
-            )
+        sums["P"] = sum(
+            e(i.instruction, i.query, p) for p in candidates if (i.instruction, i.query, p) not in positives
+        )
         if instruction_negatives is None:
             others = {t.instruction for t in mine if t.instruction} | {i.poisoned} if i.instruction else {i.poisoned}
             others -= {""}
         else:
             pool = sorted({t.instruction for t in rows if t.instruction})
-            rng = random.Random("1/1" if shared else f"1/1/{n}")
+            rng = random.Random(f"1/1/{n}")
             sampled = rng.sample(pool, min(len(pool), instruction_negatives + 1)) if i.instruction else []
             rest = [j for j in sampled if j != i.instruction and j != i.poisoned]
             others = ([i.poisoned] if i.poisoned not in ("", i.instruction) else []) + rest
             del others[instruction_negatives:]
-        sums["I"] = sum(e(j, i.query, i.passage) for j in others if (j, i.query, i.passage) not in known)
-        if iq == "kk":
+        sums["I"] = sum(e(j, i.query, i.passage) for j in others if (j, i.query, i.passage) not in positives)
+        if iq_negatives == "kk":
             sums["IQ"] = sum(
-                e(k.instruction, k.query, i.passage) for k in rows if (k.instruction, k.query, i.passage) not in known
+                e(k.instruction, k.query, i.passage)
+                for k in rows
+                if (k.instruction, k.query, i.passage) not in positives
             )
         else:
             sums["IQ"] = sum(
                 e(i.instruction, q, i.passage)
                 for q in {t.query for t in mine}
-                if (i.instruction, q, i.passage) not in known
+                if (i.instruction, q, i.passage) not in positives
             )
         if objective == NCE:
             sums["PIQ"] = sum(
@@ -143,14 +139,7 @@ def reference(
 
 CASES = [(o, once, {}) for o in ALL_OBJECTIVES for once in (True, False) if once or o.kind == "multi"]
 CASES += [(Objective.parse(o), True, {"iq_negatives": "ik"}) for o in ("uni{P,IQ}", "multi{P,I,IQ}")]
-CASES += [(Objective.parse(o), True, {"same_tower": True}) for o in ("uni{P}", "multi{P,I}")]
-CASES += [(Objective.parse(o), True, {"shared_instructions": True}) for o in ("uni{I}", "multi{P,I}", "multi{P,I,IQ}")]
 CASES += [(NCE, True, {})]
-
-
-def options_of_reference(options):
-    names = {"iq_negatives": "iq", "shared_instructions": "shared"}
-    return {names.get(name, name): value for name, value in options.items()}
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +153,7 @@ def test_every_objective_matches_loops_over_the_texts(encoder, drawn):
     for objective, once, options in CASES:
         loss, share = loss_of(encoder, weight, [records()], 0, objective, once, instruction_negatives=drawn, **options)
         assert share == 1
-        expected = reference(
-            encoder, weight, [records()], objective, once, instruction_negatives=drawn, **options_of_reference(options)
-        )
+        expected = reference(encoder, weight, [records()], objective, once, instruction_negatives=drawn, **options)
         assert loss.item() == pytest.approx(expected, rel=1e-9), (str(objective), once, options)
 
 
@@ -201,9 +188,7 @@ def test_two_workers_with_uneven_shares_match_the_whole_batch(encoder, minilm):
         torch.testing.assert_close(torch.tensor(gradient, dtype=torch.float64), weight.grad, rtol=1e-9, atol=1e-12)
     for drawn, part in ((DRAWN, got[: len(CASES)]), (None, got[len(CASES) :])):
         for (objective, once, options), (loss, _) in zip(CASES, part, strict=True):
-            expected = reference(
-                encoder, model(), SHARES, objective, once, instruction_negatives=drawn, **options_of_reference(options)
-            )
+            expected = reference(encoder, model(), SHARES, objective, once, instruction_negatives=drawn, **options)
             assert loss == pytest.approx(expected, rel=1e-9), (str(objective), once, options)
 
 
@@ -235,30 +220,3 @@ def test_false_negatives_are_masked_and_hard_negatives_are_not(encoder):
     offered = [texts[n] for n in batch.instruction_candidates[0]]
     kept = [text for text, keep in zip(offered, scores.negatives["I"].mask[0], strict=False) if keep]
     assert set(offered) - set(kept) == {f"{rows[12].instruction} {rows[0].query}"}  # it is record 4's own positive
-
-
-def test_shorter_rows_have_no_extra_instruction_negatives(encoder):
-    lonely = [record(1), replace(record(2), instruction_negative="good 2")]
-    objective = Objective.parse("uni{I}")
-    batch = collate(encoder, [lonely], 0, objective)
-    weight = model().detach()
-    scores = score_batch(objective, batch, embed(weight, batch.queries), embed(weight, batch.passages))
-    assert [len(row) for row in batch.instruction_candidates] == [2] * 6
-    alone = collate(encoder, [[replace(record(3), instruction_negative="good 3")]], 0, objective)
-    assert alone.instruction_candidates == [[], [], []]
-    nothing = score_batch(objective, alone, embed(weight, alone.queries), embed(weight, alone.passages))
-    loss = marginal_loss(objective, nothing.positive, nothing.negatives, TEMPERATURE)
-    assert loss.item() == 0.0
-    assert scores.negatives["I"].mask.all()
-
-
-def test_teacher_masks_candidates_within_the_margin_of_the_positive():
-    torch.manual_seed(0)
-    similarities, teacher, positive = torch.rand(4, 6), torch.rand(4, 6), torch.rand(4)
-    mask, kept = torch.rand(4, 6) < 0.8, torch.rand(4, 6) < 0.3
-    got = screened(Negatives(similarities, mask), teacher, positive, 0.1, kept)
-    for i in range(4):
-        for n in range(6):
-            drop = float(teacher[i, n]) >= float(positive[i] - 0.1) and not kept[i, n]
-            assert bool(got.mask[i, n]) == (bool(mask[i, n]) and not drop)
-    assert got.similarities is similarities

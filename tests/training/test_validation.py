@@ -5,17 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from infembed_ray.config.evaluation import EvaluateSettings
 from infembed_ray.config.training import Lora, TrainSettings, ValidationSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import distributed as evaluation
 from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.search import exact_search
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.training import launch
 from infembed_ray.training.checkpoints.checkpoint import Progress
 from infembed_ray.training.launch import run
-from infembed_ray.training.observability.metrics import read_metrics
+from infembed_ray.training.observability.logs import read_metrics
 from infembed_ray.training.validation import Validation, held_out, overlapping
 from tests.modeling import backbones
 from tests.support.workers import run_workers
@@ -44,12 +41,11 @@ def jsonl(path, rows):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Files of 8 training records, 6 held-out records and distractors."""
+    """Files of 8 training records and 6 held-out records."""
     path = tmp_path_factory.mktemp("data")
     return {
         "records": jsonl(path / "train.jsonl", [vars(record(n)) for n in range(8)]),
         "held": jsonl(path / "dev.jsonl", [vars(about(n, t)) for n, t in enumerate(TOPICS[:6], start=50)]),
-        "distractors": jsonl(path / "others.jsonl", [{"id": str(n), "text": f"Nothing {n}"} for n in range(20)]),
     }
 
 
@@ -74,7 +70,7 @@ def settings(data, tiny, tmp_path_factory):
         zero_stage=3,
         lora=Lora(rank=2, dropout=0.3),  # dropout draws random numbers in every pass
         launcher="process",
-        validation=ValidationSettings(records=data["held"], distractors=data["distractors"], every=2),
+        validation=ValidationSettings(records=data["held"], every=2),
     )
 
 
@@ -123,15 +119,6 @@ def scores(path):
 def test_validation_does_not_change_the_training(made):
     ours, theirs = (made[name].path for name in ("validated", "plain"))
     assert [line["loss"] for line in read_metrics(ours)] == [line["loss"] for line in read_metrics(theirs)]
-    assert (ours / "samples.jsonl").read_text() == (theirs / "samples.jsonl").read_text()
-
-
-@pytest.mark.integration
-def test_samples_log_has_all_records_of_every_step(made):
-    lines = [json.loads(line) for line in (made["plain"].path / "samples.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 9))
-    for epoch in (lines[:4], lines[4:]):
-        assert sorted(i for line in epoch for i in line["records"]) == [f"r{n}" for n in range(8)]
 
 
 @pytest.mark.integration
@@ -148,25 +135,6 @@ def test_best_checkpoint_is_exported_and_named_in_the_manifest(made, settings):
     assert p_mrr == pytest.approx(seen[best], abs=1e-6)
     assert p_mrr != pytest.approx(seen[8], abs=1e-6)
     assert ndcg == pytest.approx(manifest["final_metrics"]["validation_ndcg_at_10"], abs=1e-6)
-
-
-@pytest.mark.slow  # quick: the test before, by the scoring functions of `infembed evaluate`
-@pytest.mark.ray
-def test_score_equals_infembed_evaluate(ray_cluster, made, data, tmp_path):
-    asked = EvaluateSettings(
-        records=data["held"],
-        distractors=data["distractors"],
-        models={"trained": str(made["validated"].path)},
-        output=str(tmp_path),
-    )
-    figures = evaluation.run(asked).manifest["figures"]["trained"]["records"]
-    logged = made["validated"].manifest["final_metrics"]
-    assert logged["validation_p_mrr"] == pytest.approx(figures["p-MRR"], abs=1e-6)
-    assert logged["validation_ndcg_at_10"] == pytest.approx(
-        sum(v for k, v in figures.items() if k.startswith("nDCG")) / 3, abs=1e-6
-    )
-    assert made["validated"].manifest["exported"]["score"] == pytest.approx(figures["p-MRR"], abs=1e-6)
-    assert 0 < abs(figures["p-MRR"]) < 1
 
 
 @pytest.mark.integration
@@ -203,29 +171,6 @@ def test_held_out_records_in_the_training_set_are_counted():
     assert overlapping(trained, held) == 3
 
 
-def test_run_warns_of_held_out_records_in_the_training_set(settings, data, tmp_path, capsys, monkeypatch):
-    def before_training(*_):
-        raise InterruptedError
-
-    monkeypatch.setattr(launch, "_train_here", before_training)
-    with pytest.raises(InterruptedError):
-        run(with_validation(settings, records=data["records"]).model_copy(update={"output": str(tmp_path)}))
-    assert "warning: 8 of the 8 records of validation.records share their id, query or" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"records": "/no/such.jsonl"}, "validation.records=/no/such.jsonl: no such file"),
-        ({"distractors": "/no/such.jsonl"}, "validation.distractors=/no/such.jsonl: no such file"),
-        ({"split": "dev"}, r"validation.records=.*: no row has split=dev"),
-    ],
-)
-def test_error_names_a_bad_held_out_file(settings, changes, message):
-    with pytest.raises(InputError, match=message):
-        run(with_validation(settings, **changes))
-
-
 def test_metric_with_nothing_to_measure_is_rejected(settings, tmp_path):
     rows = [
         vars(replace(about(n, t), instruction_negative=f"For children, about {t}, in plain words."))
@@ -250,9 +195,9 @@ def worker(rank, settings):
 @pytest.mark.integration
 def test_sharded_workers_get_the_figures_of_one_worker(settings):
     shared = settings.model_copy(update={"workers": 2, "share_encoder": False, "lora": None})
-    found = run_workers(worker, 2, shared)
-    assert found[0] == found[1]
-    assert found[0]["validation_p_mrr"] == pytest.approx(evaluated(settings.model, settings)[0], abs=1e-6)
+    one, other = run_workers(worker, 2, shared)
+    assert one == other
+    assert one["validation_p_mrr"] == pytest.approx(evaluated(settings.model, settings)[0], abs=1e-6)
 
 
 def test_last_step_of_early_stopping_needs_a_checkpoint_even_without_score(settings):

@@ -2,13 +2,10 @@
 
 import json
 import shutil
-import threading
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2Model
 
 from infembed_ray.config.training import Lora, TrainSettings
 from infembed_ray.errors import InputError
@@ -97,7 +94,7 @@ def test_partitioned_model_trains_like_one_that_is_loaded_whole(workers, decoder
     cases = [
         settings_of(decoder),
         settings_of(gemma),
-        settings_of(with_head, precision="bf16", temperature_learned=True),
+        settings_of(with_head, precision="bf16"),
         settings_of(bert, lora=Lora(rank=4, dropout=0.0)),
         settings_of(decoder, share_encoder=False),
         settings_of(decoder, interaction="cross_attention"),
@@ -136,56 +133,3 @@ def test_every_worker_refuses_weights_that_are_missing_or_not_finite(decoder, tm
         assert f"model={broken['lacking']}: has no weights for layers.1." in lacking
         assert f"model={broken['foreign']}: has no weights for embed_tokens.weight" in foreign
         assert f"model={broken['nan']}: weights are infinite or NaN: norm.weight; " in nan
-
-
-def peak_while(load):
-    """Return the peak of this process's anonymous memory while `load` runs, in bytes above that before."""
-
-    def used():
-        fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-        return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
-
-    before, peak, done = used(), [0], threading.Event()
-
-    def watch():
-        while not done.wait(0.002):
-            peak[0] = max(peak[0], used() - before)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    encoder = load()
-    done.set()
-    thread.join()
-    return peak[0], encoder
-
-
-def measure(rank, settings, early):
-    from infembed_ray.training.backbone import load_encoder
-    from infembed_ray.training.engine import connect
-
-    connect(settings)
-    if early:
-        load_for_training(settings_of(settings.model.replace("large", "small")), CPU)  # what the first call allocates
-    return peak_while(lambda: load_for_training(settings, CPU) if early else load_encoder(settings))[0]
-
-
-@pytest.mark.slow  # quick: the comparison above shows that the parameters are partitioned when loaded
-def test_no_worker_holds_more_than_its_partition_and_one_parameter(decoder, tmp_path):
-    large, small = tmp_path / "large", tmp_path / "small"
-    shutil.copytree(decoder, small)
-    shutil.copytree(decoder, large, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((Path(decoder) / "config.json").read_text())
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 8}
-    model = Qwen2Model(Qwen2Config(**(config | sizes | {"layer_types": None})))
-    parameters = sum(p.numel() for p in model.parameters())
-    largest = max(p.numel() for p in model.parameters())
-    model.bfloat16().save_pretrained(large, max_shard_size="50MB")
-    del model
-    settings = settings_of(str(large), precision="bf16")
-    slack = 16 * 2**20
-    whole = run_workers(measure, 2, settings, False)
-    # The least of three: on a busy machine, a thread of gloo may release a parameter only after the next ones are read.
-    partitioned = min((run_workers(measure, 2, settings, True) for _ in range(3)), key=max)
-    print(f"{parameters / 1e6:.0f} M parameters: {[peak >> 20 for peak in (*whole, *partitioned)]} MiB")
-    assert min(whole) > 4 * parameters
-    assert max(partitioned) < 2 * parameters / 2 + 3 * 2 * largest + slack

@@ -1,16 +1,11 @@
 """Packed sequences: texts one after another in one row, without padding; each attends to itself only.
 
-Positions start again with each text. The attention function gets the lengths of the texts instead of a mask, whose size
-would be the square of the row's. Linear layers, norms and activations see one dense row of tokens.
-
 The attention function is registered with transformers as `ATTENTION`. A layout whose texts share one row gives the
 backbone an `attend` function, and the registered function calls it in every layer. Padded rows go to transformers' own
 SDPA function. Kernels of a packed row:
 
     CUDA, bf16 or fp16, no attention dropout    torch's variable-length flash-attention, one call
     anything else                               SDPA without a mask, one call per run of texts of equal length
-
-Texts are packed longest first, so runs of equal length are common. A run is attended as a batch, a view of the row.
 """
 
 from __future__ import annotations
@@ -27,9 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from infembed_ray.errors import InputError
 from infembed_ray.modeling.layout import Layout, on_device
 from infembed_ray.modeling.tokenizer import Tokens
 
@@ -117,12 +110,7 @@ class PackedAttention:
 
 
 def packed(sequences: Sequence[Tokens], first_position: int = 0) -> PackedLayout:
-    """Lay out texts one after another in one row.
-
-    Args:
-        sequences: texts of one side, best longest first.
-        first_position: position of each text's first token; see `first_position`.
-    """
+    """Lay out texts of one side, best longest first, one after another in one row; see the function `first_position`."""
     lengths = [len(s) for s in sequences]
     ids = torch.tensor([[token for s in sequences for token in s.ids]])
     positions = torch.cat([torch.arange(first_position, first_position + length) for length in lengths])
@@ -139,8 +127,7 @@ def packed(sequences: Sequence[Tokens], first_position: int = 0) -> PackedLayout
 def enable_packing(backbone: Any) -> bool:
     """Let a Hugging Face model read packed rows; return False, and leave it as it is, if it cannot read them exactly.
 
-    The model must pass keyword arguments on to its attention functions and have no other dependence between tokens: no
-    position bias, no chunks, no recurrence. transformers asks the same of models for flash-attention.
+    Tokens may depend on each other by attention only, as transformers asks of models for flash-attention.
     """
     config = backbone.config
     able = (
@@ -159,9 +146,7 @@ def enable_packing(backbone: Any) -> bool:
 def packing_pays(device: torch.device, dtype: torch.dtype, drops: bool) -> bool:
     """Return whether packed rows are faster than padded ones: on a CPU, and with one CUDA kernel for a row.
 
-    Args:
-        device, dtype: device and precision of the backbone.
-        drops: whether there is attention dropout, which the CUDA kernel does not support.
+    The CUDA kernel does not support attention dropout (`drops`).
     """
     if device.type == "cuda":
         return not drops and dtype in (torch.bfloat16, torch.float16) and _varlen_attention() is not None
@@ -175,23 +160,6 @@ def first_position(backbone: nn.Module) -> int:
         if isinstance(padding, int) and isinstance(getattr(module, "position_embeddings", None), nn.Embedding):
             return padding + 1
     return 0
-
-
-def compile_layers(backbone: nn.Module) -> None:
-    """Compile the layers of a Hugging Face model by torch.compile, except `attention`.
-
-    The kernels of `attention` depend on the lengths of the texts, so it would be compiled again for each row. Dropout
-    draws the same values as uncompiled, so that a repeated pass with a graph drops the same activations.
-
-    Raises:
-        InputError: the model does not consist of transformers' layers.
-    """
-    layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise InputError(f"compile=true: {type(backbone).__name__} has no layers that compile one by one; set false")
-    AttentionInterface.register(ATTENTION, torch.compiler.disable(attention))
-    for layer in layers:
-        layer.compile(dynamic=True, options={"fallback_random": True})
 
 
 def attention(
@@ -208,12 +176,9 @@ def attention(
     """Attend by the layout's own function, or by SDPA (see transformers' AttentionInterface).
 
     Args:
-        module: the attention layer.
         query, key, value: (rows, heads, width, head size); keys and values may have fewer heads.
-        attention_mask: mask of padded rows.
         attend: attention of a layout with one row.
         is_causal: None: as the layer and its config say.
-        sliding_window: width of the window that a token attends to; None: no window.
         options: `dropout` and `scaling`, as of transformers' SDPA function.
 
     Returns:

@@ -1,15 +1,9 @@
 """Prefix trees: texts that start with the same tokens share their encoding; exact under causal attention.
 
-In a causal backbone the states of a token depend on the tokens before it only. Texts that start with the same ids, such
-as all queries under one instruction, form a tree: the shared prefix is in the input once, each text branches off where
-it differs, and a token attends to its ancestors. The instruction's marginal (paper, section 5.2) asks for the encodings
-(I_j, Q_i) of all j and i; they then cost B instructions and B x B queries instead of B x B texts.
-
-The trees of a pass lie one after another in one row, without padding, in depth-first order. A subtree is then a range,
-and one number per token gives the whole mask: token q may attend to token k if k <= q < end(k).
-
-Sharing compares token ids only, so it is exact for every tokenizer: if a tokenizer merges the end of the instruction
-with the start of the query, the texts branch one token earlier.
+Texts that start with the same ids, such as all queries under one instruction, form a tree: the shared prefix is in the
+input once, each text branches off where it differs, and a token attends to its ancestors. The trees of a pass lie one
+after another in one row, in depth-first order. A subtree is then a range, and one number per token gives the whole mask:
+token q may attend to token k if k <= q < end(k).
 """
 
 from __future__ import annotations
@@ -23,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from infembed_ray.modeling.attention.flex import FlexTreeAttention
 from infembed_ray.modeling.attention.packing import ATTENTION as PACKED
 from infembed_ray.modeling.layout import Layout, on_device
 from infembed_ray.modeling.tokenizer import Side, Tokens
@@ -43,17 +36,12 @@ class TreeLayout(Layout):
 
     Attributes:
         ends: (width) end of each token's subtree: token q may attend to token k if k <= q < ends[k].
-        flex: whether FlexAttention attends, rather than SDPA with a dense mask of each tree.
     """
 
     ends: Tensor = field(kw_only=True)
-    flex: bool = False
 
     def backbone_inputs(self, backbone: Any) -> dict[str, Any]:
-        device = self.input_ids.device
-        if self.flex:
-            return super().backbone_inputs(backbone) | {"attend": FlexTreeAttention.from_ends(self.ends, device)}
-        attend = TreeAttention.from_ends(self.ends, backbone.dtype, device)
+        attend = TreeAttention.from_ends(self.ends, backbone.dtype, self.input_ids.device)
         return super().backbone_inputs(backbone) | {"attend": attend}
 
 
@@ -71,12 +59,7 @@ class TreeAttention:
 
     @classmethod
     def from_ends(cls, ends: Tensor, dtype: torch.dtype, device: torch.device) -> TreeAttention:
-        """Build the masks.
-
-        Args:
-            ends: as of the layout, on the CPU.
-            dtype, device: of the backbone.
-        """
+        """Build the masks from the layout's ends, on the CPU, for a backbone of this precision and device."""
         later_roots = (ends.cummax(0).values[:-1] <= torch.arange(1, len(ends))).nonzero().squeeze(1) + 1
         roots = [0, *later_roots.tolist(), len(ends)]
         sizes = [after - root for root, after in pairwise(roots)]
@@ -94,12 +77,7 @@ class TreeAttention:
 
 
 def obstacle(backbone: Any, longest: int) -> str | None:
-    """Return why trees would not be exact for a causal backbone; None if they are.
-
-    Args:
-        backbone: the backbone after `packing.enable_packing`.
-        longest: tokens of the longest text.
-    """
+    """Return why trees would not be exact for a causal backbone with texts of up to `longest` tokens; None if they are."""
     config = backbone.config
     if config._attn_implementation != PACKED:
         return f"its {config._attn_implementation} attention does not take trees"
@@ -117,9 +95,7 @@ def saves(sequences: Sequence[Tokens]) -> bool:
     return shared >= WORTHWHILE * sum(map(len, ordered))
 
 
-def forests(
-    sequences: Sequence[Tokens], batch_tokens: int, flex: bool = False
-) -> Iterator[tuple[list[int], TreeLayout]]:
+def forests(sequences: Sequence[Tokens], batch_tokens: int) -> Iterator[tuple[list[int], TreeLayout]]:
     """Lay out texts of one side as trees, in passes of at most `batch_tokens` tokens.
 
     A tree that continues in the next pass repeats the shared tokens there. A longer text is a pass of its own.
@@ -127,7 +103,6 @@ def forests(
     Args:
         sequences: texts of one side.
         batch_tokens: tokens per pass.
-        flex: see `TreeLayout`.
 
     Yields:
         rows of `sequences`, and the layout of those texts in that order. Every row once.
@@ -137,12 +112,12 @@ def forests(
     for row in sorted(range(len(sequences)), key=lambda row: sequences[row].ids):  # the order of a depth-first walk
         ids = sequences[row].ids
         if rows and len(forest.ids) + len(ids) - forest.shared(ids) > batch_tokens:
-            yield rows, forest.layout(sequences[rows[0]].side, flex)
+            yield rows, forest.layout(sequences[rows[0]].side)
             rows, forest = [], _Forest()
         forest.add(ids)
         rows.append(row)
     if rows:
-        yield rows, forest.layout(sequences[rows[0]].side, flex)
+        yield rows, forest.layout(sequences[rows[0]].side)
 
 
 class _Forest:
@@ -188,7 +163,7 @@ class _Forest:
             self.ends[place] = len(self.ids)
         del self._path[depth:]
 
-    def layout(self, side: Side, flex: bool) -> TreeLayout:
+    def layout(self, side: Side) -> TreeLayout:
         self._close(0)
         ids = torch.tensor([self.ids])
         return TreeLayout(
@@ -199,7 +174,6 @@ class _Forest:
             side=side,
             position_ids=torch.tensor([self.positions]),
             ends=torch.tensor(self.ends),
-            flex=flex,
         )
 
 

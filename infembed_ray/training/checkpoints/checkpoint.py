@@ -2,9 +2,6 @@
 
 A checkpoint is a directory `step-<steps done>-<attempt>`; a run that dies while it saves leaves files that never mix with
 those of the next attempt. The marker `complete.json`, written last, holds the other contents of `Checkpoint`.
-
-Generators of random numbers are not saved, because the loop seeds them anew for each step and worker. The learning rate
-is a function of the step, and the data order one of seed and step; its fingerprint is saved to prove that.
 """
 
 from __future__ import annotations
@@ -69,8 +66,8 @@ class Course:
 
     Attributes:
         workers: Workers that share the steps.
-        batches: Micro-batches of the whole run.
-        order: Fingerprint of the records of every micro-batch, in order.
+        batches: Steps of the whole run.
+        order: Fingerprint of the records of every step, in order.
         settings: Fingerprint of the settings that decide the result, without the number of workers.
     """
 

@@ -1,12 +1,7 @@
 """Training checkpoints of a run: saved completely or not at all, verified when loaded, deleted when newer ones exist.
 
-The files of a checkpoint are written in the background. It is complete once all workers have written theirs, which they
-find out together at the end of a step; worker 0 then writes the marker.
-
-Checkpoints can be kept in an object store too, and then each node has a directory of its own. Each worker uploads the files
-that it wrote in the background; worker 0 uploads the marker when all files are there. The next save waits for the upload
-once its own files are on disk, so that at most one checkpoint is being uploaded. Each node downloads what it lacks of the
-newest checkpoint; worker 0 downloads the run's own files too.
+The files are written, and uploaded if the output is in an object store, in the background. A checkpoint is complete once
+all workers have written theirs, which they find out together at the end of a step; worker 0 then writes the marker.
 """
 
 from __future__ import annotations
@@ -30,13 +25,15 @@ from infembed_ray.training.checkpoints.checkpoint import MARKER, Checkpoint, Cou
 from infembed_ray.training.checkpoints.upload import Upload
 from infembed_ray.training.collectives import from_all, from_first, world
 from infembed_ray.training.node_files import RunFiles, share_of
-from infembed_ray.training.observability.events import Event, append_event
+from infembed_ray.training.observability.logs import Event, append_event
 from infembed_ray.training.sampler import Sampler
 
 if TYPE_CHECKING:  # a driver that only checks whether a run can resume does not import DeepSpeed
     from infembed_ray.training.checkpoints.writer import Written
     from infembed_ray.training.engine import Engine
 
+KEEP_LAST = 2
+"""Newest checkpoints to keep: one of them may be damaged."""
 _RESHARDED = "resharded-"
 
 
@@ -45,9 +42,8 @@ class CheckpointManager:
 
     Args:
         directory: Directory of the checkpoints, shared by all workers; its parent is the run's output. If that is in an
-            object store, by all workers of a node.
-        settings: Settings of the run. If `output` is a URI of an object store, checkpoints are copied there.
-        sampler: Data order of the run.
+            object store, it is shared by the workers of a node, and checkpoints are copied to the store.
+        settings, sampler: Settings and data order of the run.
 
     Attributes:
         stopped: Why the run must stop, because checkpoints cannot be written; the same on every worker.
@@ -75,10 +71,10 @@ class CheckpointManager:
     def _course(self) -> Course:
         return Course.from_settings(self._settings, self._sampler)
 
-    def _found(self) -> list[tuple[str, Checkpoint | None]]:
+    def _listed(self) -> list[tuple[str, Checkpoint | None]]:
         """Return (tag, checkpoint) of all checkpoints, local and remote, newest first; None for an incomplete one."""
-        found = {path.name: path / MARKER for path in self.directory.glob("step-*")}
-        markers = {tag: path.read_text(encoding="utf-8") if path.is_file() else None for tag, path in found.items()}
+        files = {path.name: path / MARKER for path in self.directory.glob("step-*")}
+        markers = {tag: path.read_text(encoding="utf-8") if path.is_file() else None for tag, path in files.items()}
         if self._remote is not None:
             folder = self._remote / STATES
             for tag in {name.split("/")[0] for name in folder.entries() if is_tag(name)}:
@@ -87,12 +83,8 @@ class CheckpointManager:
         return sorted(checkpoints, key=lambda c: (step_of(c[0]), c[1] is not None, c[0]), reverse=True)
 
     def require_resumable(self) -> int:
-        """Return the steps done in the newest complete checkpoint.
-
-        Raises:
-            InputError: this run cannot resume exactly from that checkpoint.
-        """
-        newest = next((checkpoint for _, checkpoint in self._found() if checkpoint is not None), None)
+        """Return the steps done in the newest complete checkpoint; InputError if this run cannot resume exactly from it."""
+        newest = next((checkpoint for _, checkpoint in self._listed() if checkpoint is not None), None)
         if newest is None:
             return 0
         self._require_same_course(newest)
@@ -102,34 +94,29 @@ class CheckpointManager:
         if conflict := self._course.conflict(checkpoint.course, self._settings):
             raise InputError(f"output={self._remote or self.directory.parent}: {conflict}")
 
-    # ------------------------------------------------------------------------------------------------------- loading
-
     def resume(self, engine: Engine) -> Progress:
-        """Load the newest valid checkpoint into the engine; every worker must call it.
+        """Load the newest valid checkpoint into the engine and return its progress; every worker must call it.
 
         An incomplete or damaged checkpoint is skipped with a warning.
-
-        Returns:
-            Progress of the checkpoint, or that of a new run.
         """
         first = world()[0] == 0
         if self._share[0] == 0:
             for leftover in self.directory.glob(f"{_RESHARDED}*"):  # of a run that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
-        found = from_first(self._found() if first else [])  # a file system may show other workers an older listing
+        listed = from_first(self._listed() if first else [])  # a file system may show other workers an older listing
         skipped: list[str] = []
-        for number, (tag, checkpoint) in enumerate(found):
+        for number, (tag, checkpoint) in enumerate(listed):
             fault = f"it is incomplete (no {MARKER})" if checkpoint is None else self._first_fault(checkpoint)
             if checkpoint is not None and fault is None:
                 self._require_same_course(checkpoint)
                 self._load(engine, checkpoint)
-                self._valid = [older for _, older in found[number:] if older is not None]
+                self._valid = [older for _, older in listed[number:] if older is not None]
                 break
             skipped.append(f"checkpoint {tag} is not used: {fault}")
         progress = self._valid[0].progress if self._valid else Progress()
         self._report(progress)
         if first:
-            if self._remote is not None and found:
+            if self._remote is not None and listed:
                 self._download_run_files()  # before the warnings, which are appended to the events of the earlier run
             if self._run_files is not None:
                 self._run_files.follow()
@@ -148,10 +135,10 @@ class CheckpointManager:
         except OSError as error:  # the object store does not answer, which is no reason to skip a valid checkpoint
             fault = error
         faults_of_all = from_all(fault)
-        for found in faults_of_all:  # every worker raises it, so that none waits for another
-            if isinstance(found, OSError):
-                raise found
-        return next((found for found in faults_of_all if isinstance(found, str)), None)
+        for one in faults_of_all:  # every worker raises it, so that none waits for another
+            if isinstance(one, OSError):
+                raise one
+        return next((one for one in faults_of_all if isinstance(one, str)), None)
 
     def _fault(self, checkpoint: Checkpoint, name: str) -> str | None:
         file, expected = self.directory / checkpoint.tag / name, checkpoint.files[name]
@@ -190,17 +177,11 @@ class CheckpointManager:
             if not name.startswith(f"{STATES}/") and not current:
                 self._remote.download(name, file)
 
-    # -------------------------------------------------------------------------------------------------------- saving
-
     def save(self, engine: Engine, progress: Progress, wait: bool = False) -> None:
-        """Start to save a checkpoint; every worker must call it.
+        """Start to save a checkpoint, after the one before is written; every worker must call it.
 
-        It waits for the checkpoint before, so that two are never written at the same time.
-
-        Args:
-            engine: Its state is copied before this method returns.
-            progress: How far the run is.
-            wait: Whether to complete the checkpoint now, rather than in a later `commit`.
+        The engine's state is copied before this method returns. `wait` completes the checkpoint now, not in a later
+        `commit`.
         """
         self.commit(wait=True)
         if self._is_saved(progress):
@@ -215,11 +196,7 @@ class CheckpointManager:
         """Complete the checkpoint that is being written if all workers have written it; every worker must call it.
 
         Only now are earlier checkpoints deleted. If a checkpoint cannot be written, for example on a full disk, a warning is
-        logged and training continues. The earlier checkpoints stay, and the next save tries again.
-        The second such failure in a row stops the run: see `stopped`.
-
-        Args:
-            wait: Whether to wait until it is written.
+        logged and training continues. The second such failure in a row stops the run: see `stopped`.
         """
         if self._writing is None:
             return
@@ -275,16 +252,14 @@ class CheckpointManager:
         self._delete_old()
         if self._remote is not None:
             keep = {c.tag for c in self._valid}
-            timeout_s = self._settings.collective_timeout_s
-            self._upload = Upload(self._remote, self.directory, checkpoint, own_files, self._run_files, keep, timeout_s)
+            self._upload = Upload(self._remote, self.directory, checkpoint, own_files, self._run_files, keep)
 
     def _is_saved(self, progress: Progress) -> bool:
         return bool(self._valid) and self._valid[0].progress.step == progress.step
 
     def _delete_old(self) -> None:
         """Keep the newest checkpoints and the best, and no broken one."""
-        best = max(self._settings.keep_best, int(self._settings.validation is not None))  # one of them is exported
-        keep = {c.tag for c in self._valid[: self._settings.keep_last] + self._by_score()[:best]}
+        keep = {c.tag for c in self._valid[:KEEP_LAST] + self._by_score()[:1]}  # the best is exported
         self._valid = [c for c in self._valid if c.tag in keep]
         if self._share[0] == 0:
             for old in self.directory.glob("step-*"):
@@ -316,8 +291,6 @@ class CheckpointManager:
         except OSError:  # no byte is left on the disk
             say(message)
 
-    # ----------------------------------------------------------------------------------------------------- the result
-
     def require_saved(self, progress: Progress) -> None:
         """Check that the last checkpoint of the run was saved, and repeat failed uploads; every worker must call it.
 
@@ -341,10 +314,7 @@ class CheckpointManager:
         """Return directory and progress of the checkpoint to export; one worker calls it.
 
         That is the checkpoint with the highest score, the newest of equals; a damaged one is skipped with a warning. Without
-        scores it is the last one.
-
-        Raises:
-            InputError: all with a score, or the last one, are damaged.
+        scores it is the last one. InputError if all of these are damaged.
         """
         for checkpoint in self._by_score() or self._valid[:1]:
             fault = next((f for f in (self._fault(checkpoint, name) for name in checkpoint.files) if f), None)

@@ -16,6 +16,8 @@ from infembed_ray.training.collectives import from_all, from_first
 from infembed_ray.training.node_files import RunFiles
 
 _POLL_S = 0.5
+_TIMEOUT_S = 1800.0
+"""Seconds that worker 0 waits for the files of the others, as long as a collective of torch."""
 
 
 class Upload:
@@ -29,7 +31,6 @@ class Upload:
         run_files: On worker 0, the run's own files; None on the other workers. Worker 0 waits for the files of all
             workers, uploads the run's own files, then the marker, and deletes older checkpoints.
         keep: Tags of the checkpoints to keep in the store.
-        timeout_s: How long worker 0 waits for the files of the others.
     """
 
     def __init__(
@@ -40,7 +41,6 @@ class Upload:
         own_files: list[str],
         run_files: RunFiles | None,
         keep: set[str],
-        timeout_s: float,
     ) -> None:
         self.checkpoint = checkpoint
         self._remote = remote
@@ -48,7 +48,6 @@ class Upload:
         self._own_files = own_files
         self._run_files = run_files
         self._keep = keep
-        self._timeout_s = timeout_s
         self._cancelled = threading.Event()
         self._start()
 
@@ -59,11 +58,7 @@ class Upload:
         self._thread.start()
 
     def settle(self) -> str | None:
-        """Wait for the upload of all workers; every worker must call it.
-
-        Returns:
-            What went wrong on any worker, the same on each, or None.
-        """
+        """Wait for all workers' uploads; return what went wrong on any, or None; every worker must call it."""
         first = self._run_files is not None
         fault = next((fault for fault in from_all(None if first else self._own_fault()) if fault), None)
         if fault:  # the files for which worker 0 waits will not arrive
@@ -96,12 +91,12 @@ class Upload:
     def _wait_for_files(self, folder: Folder) -> bool:
         """Wait until the files of all workers are in the store; return False if the upload was cancelled."""
         expected = {name: file.size for name, file in self.checkpoint.files.items()}
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + _TIMEOUT_S
         while {name: entry.size for name, entry in folder.entries().items() if name in expected} != expected:
             if self._cancelled.wait(_POLL_S):
                 return False
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the files of all workers were not there after {self._timeout_s} s")
+                raise TimeoutError(f"the files of all workers were not there after {_TIMEOUT_S} s")
         return True
 
     def _delete_old(self, folder: Folder, keep: set[str]) -> None:

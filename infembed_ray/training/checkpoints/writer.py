@@ -1,10 +1,7 @@
 """Writing the files of a training checkpoint in the background: from a snapshot, hashed while they are written.
 
-DeepSpeed hands over the state while all workers wait. Training continues as soon as that state is copied to host memory;
-a thread then writes the copy. The copies stay allocated for the next checkpoint, pinned if the state is on a GPU.
-
-DeepSpeed synchronizes the workers during a save. A worker that raised on a full disk would leave the others waiting.
-Here it completes the save, and the workers then agree on the outcome.
+Training continues as soon as the state is copied to host memory; a thread then writes the copy. A worker that raised on a
+full disk would leave the others waiting, so it completes the save, and the workers then agree on the outcome.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ class CheckpointFiles(CheckpointEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._snapshots: dict[str, Snapshot] = {}
+        self._snapshots: dict[str, HostCopy] = {}
         self._error: str | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
@@ -57,7 +54,7 @@ class CheckpointFiles(CheckpointEngine):
     def save(self, state_dict: Mapping[str, Any], path: str) -> None:
         """Take a snapshot of a file's contents; what the last `write` returned must be done."""
         file = Path(path)
-        self._snapshots.setdefault(file.name, Snapshot()).take(file, state_dict)
+        self._snapshots.setdefault(file.name, HostCopy()).take(file, state_dict)
 
     def write(self) -> Future[Written]:
         """Write the snapshots in the background; a failure is part of the result and is not raised."""
@@ -67,7 +64,7 @@ class CheckpointFiles(CheckpointEngine):
         return self._thread.submit(_write, list(self._snapshots.values()), Written(error=error))
 
 
-class Snapshot:
+class HostCopy:
     """A copy in host memory of what a file will hold; the tensors of the next copy reuse its memory."""
 
     def __init__(self) -> None:
@@ -96,7 +93,7 @@ class Snapshot:
         return copy.deepcopy(value)
 
 
-def _write(snapshots: Sequence[Snapshot], written: Written) -> Written:
+def _write(snapshots: Sequence[HostCopy], written: Written) -> Written:
     """Write and sync the snapshots, until one fails."""
     for snapshot in snapshots:
         if written.error is not None:

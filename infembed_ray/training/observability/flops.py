@@ -1,9 +1,7 @@
 """FLOPs of a training step and peak FLOP/s of devices: the two halves of model FLOPs utilization (MFU).
 
-Model FLOPs (PaLM, arXiv 2204.02311, appendix B): for each weight of a linear layer and token, a multiply and an add in
-the forward pass and twice that in the backward pass, so 6 N per token; and 12 d for each attended pair and layer of
-width d = heads x head size, which PaLM writes as 12 L d T per token. Padding, tokens that a shared prefix saves,
-GradCache's second forward pass, recomputed activations and idle passes are not useful work and do not count.
+Model FLOPs (PaLM, arXiv 2204.02311, appendix B): 6 N per token for N weights of linear layers, and 12 d for each attended
+pair and layer of width d. Padding, GradCache's second forward pass, recomputed activations and idle passes do not count.
 """
 
 from __future__ import annotations

@@ -1,19 +1,4 @@
-"""Measures of a training step, and the log of a run: one JSON line per step.
-
-    step                  steps done, including this one
-    time                  end of the step, in seconds since 1970
-    learning_rate         learning rate of the step
-    temperature           temperature of the similarities
-    loss                  the objective, averaged over all rows of the step
-    loss_V, rank_V, ...   see `measure`
-    grad_norm             gradient norm before clipping; null if it was not finite, so that the update was skipped
-    tokens                tokens in the passes of all workers, without padding; a shared prefix counts once
-    tokens_per_second     of all workers together
-    padding               share of the slots in the passes that hold no token; 0 if everything is packed
-    seconds               duration of the step, without checkpoints and validation
-    data_seconds          part of `seconds` spent waiting for data, which a thread prepares
-    mfu                   model FLOPs (see `flops`) / (seconds x workers x peak of the device); null if the peak is unknown
-    memory_gib            peak of allocated device memory so far; on CPU, peak resident memory of the process
+"""Measures of a training step, and the metrics of a run: one JSON line per step (docs/operations/monitoring.md).
 
 Duration and memory are worker 0's: workers wait for each other in every step, and ZeRO divides memory evenly.
 """
@@ -24,7 +9,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,15 +21,12 @@ from infembed_ray.config.training import TrainSettings
 from infembed_ray.telemetry import report
 from infembed_ray.training.collectives import world
 from infembed_ray.training.losses import Objective, marginal_loss
-from infembed_ray.training.observability import json_lines
-from infembed_ray.training.observability.events import EventLog
+from infembed_ray.training.observability import logs
 from infembed_ray.training.observability.flops import peak_flops
+from infembed_ray.training.observability.logs import Event
 from infembed_ray.training.observability.trackers import Trackers
 from infembed_ray.training.scores import Scores
 
-METRICS = "metrics.jsonl"
-SAMPLES = "samples.jsonl"
-"""Log of the records of every step: their ids, of all workers in rank order."""
 _DIGITS = 7
 """Significant digits of a logged figure, as many as fp32 has."""
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1 << 10
@@ -52,7 +34,7 @@ _GIB = 1 << 30
 
 
 @torch.no_grad()
-def measure(scores: Scores, temperature: float | Tensor) -> dict[str, Tensor]:
+def measure(scores: Scores, temperature: float) -> dict[str, Tensor]:
     """Measure how well the positives of a batch are ranked, averaged over its rows.
 
     For every variable V: `loss_V`, the cross-entropy of that variable alone; `rank_V`, the rank of the positive among its
@@ -122,45 +104,26 @@ def rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
-class StepLog:
-    """A log of one line per step. A resumed run first removes the lines of the steps that it repeats.
+class RunLog:
+    """The metrics of a run and its trackers. Only worker 0 has one.
 
     Args:
-        directory: Output of the run.
+        settings, directory: Settings and output of the run, whose logs have begun.
         start: Steps done in the checkpoint from which the run resumes.
-        name: File name of the log.
+        log: Logs an event.
     """
 
-    def __init__(self, directory: Path, start: int, name: str = METRICS) -> None:
-        self._path = directory / name
-        lines, _ = json_lines.read(self._path)
-        json_lines.rewrite(self._path, (line for line in lines if line["step"] <= start))
-
-    def write(self, **values: Any) -> dict[str, Any]:
-        """Append a step and return its line; figures that are not finite become null.
-
-        The line is on disk when this returns, because the driver shows progress from it.
-        """
-        line = {name: _plain(value) for name, value in values.items()}
-        json_lines.append(self._path, line)
-        return line
-
-
-class RunLog:
-    """All logs of the steps of a run: figures, records and trackers. Only worker 0 has one; see `StepLog`."""
-
-    def __init__(self, settings: TrainSettings, directory: Path, start: int, events: EventLog) -> None:
-        self._metrics = StepLog(directory, start)
-        self._samples = StepLog(directory, start, SAMPLES)
-        self._trackers = Trackers(settings, directory, read_metrics(directory), events)
+    def __init__(self, settings: TrainSettings, directory: Path, start: int, log: Callable[[Event], None]) -> None:
+        self._directory = directory
+        self._trackers = Trackers(settings, directory, logs.read_metrics(directory), log)
         self._start, self._records, self._tokens = start, 0, 0
 
-    def write(self, step: int, records: Sequence[str], **figures: Any) -> None:
-        """Append one step and the ids of its records."""
-        self._samples.write(step=step, records=records)
-        line = self._metrics.write(step=step, **figures)
+    def write(self, step: int, records: int, **figures: Any) -> None:
+        """Append the figures of a step of so many records; figures that are not finite become null."""
+        line = {name: _plain(value) for name, value in {"step": step, **figures}.items()}
+        logs.append_metrics(self._directory, line)
         self._trackers.log(line)
-        self._records += len(records)
+        self._records += records
         self._tokens += line["tokens"]
         report(
             training_steps_total=step - self._start,
@@ -183,13 +146,3 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, float):
         return value
     return rounded(value) if math.isfinite(value) else None
-
-
-def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Read all complete lines of the log; empty before the first step."""
-    return read_metrics_from(directory, 0)[0]
-
-
-def read_metrics_from(directory: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """Read the complete lines of the log from a byte offset, and return them with their end; see `json_lines.read`."""
-    return json_lines.read(directory / METRICS, offset)

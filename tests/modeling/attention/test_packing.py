@@ -1,7 +1,6 @@
 """Packed sequences against the same texts one at a time: embeddings and gradients, on every family they are used for."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from transformers import (
     XLMRobertaModel,
 )
 
-from infembed_ray.modeling.attention import packing
 from infembed_ray.modeling.attention.packing import (
     ATTENTION,
     enable_packing,
@@ -32,7 +30,7 @@ from infembed_ray.modeling.attention.packing import (
     packed,
     packing_pays,
 )
-from infembed_ray.modeling.layout import length_sorted_batches, padded
+from infembed_ray.modeling.layout import padded
 from infembed_ray.modeling.tokenizer import Tokens
 
 PAD = 0
@@ -92,15 +90,6 @@ def pair(family):
     reference.set_attn_implementation("eager")
     assert enable_packing(backbone)
     return backbone, reference
-
-
-@pytest.mark.parametrize("family", BACKBONES)
-def test_a_packed_text_has_the_same_states_as_alone(family):
-    backbone, reference = pair(family)
-    texts = texts_of([17, 9, 9, 9, 1, 30, 2])
-    with torch.no_grad():
-        for got, expected in zip(states_packed(backbone, texts), states_alone(reference, texts), strict=True):
-            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", BACKBONES)
@@ -168,18 +157,6 @@ def test_padded_rows_are_unchanged_by_enabled_packing(family):
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_attention_dropout_applies_to_packed_rows():
-    torch.manual_seed(0)
-    backbone = BertModel(BertConfig(**_SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5))
-    assert enable_packing(backbone)
-    texts = texts_of([9, 9, 4])
-    torch.manual_seed(3)
-    first, second = states_packed(backbone.train(), texts), states_packed(backbone, texts)
-    assert (first[0] - second[0]).abs().max() > 1e-3
-    torch.manual_seed(3)
-    torch.testing.assert_close(states_packed(backbone, texts), first)
-
-
 def test_unsupported_backbones_are_left_unchanged():
     relative = MPNetModel(MPNetConfig(**_SIZES))  # a position bias computed from the place in the row
     assert not enable_packing(relative)
@@ -200,43 +177,11 @@ def test_a_saved_model_does_not_ask_for_packing(tmp_path):
     assert LlamaModel.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
 
 
-@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 200))
-def test_packed_batches_hold_every_row_once_within_the_budget(lengths, budget):
-    batches = list(length_sorted_batches(lengths, budget, padded=False))
-    assert sorted(itertools.chain(*batches)) == list(range(len(lengths)))
-    for batch in batches:
-        assert len(batch) == 1 or sum(lengths[row] for row in batch) <= budget
-    for batch, following in itertools.pairwise(batches):  # none could have taken the next one's first
-        assert sum(lengths[row] for row in batch) + lengths[following[0]] > budget
-
-
 def test_rows_are_packed_on_a_cpu_and_where_cuda_has_one_kernel_for_them():
     assert packing_pays(torch.device("cpu"), torch.float32, drops=True)
     assert not packing_pays(torch.device("cuda"), torch.float32, drops=False)
     assert not packing_pays(torch.device("cuda"), torch.bfloat16, drops=True)
     assert not packing_pays(torch.device("mps"), torch.float16, drops=False)
-
-
-def of_torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
-    raise AssertionError("has neither scale nor windows")
-
-
-def of_torch_2_11(q, k, v, ends, ends_k, longest, longest_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
-    return scale, window_size
-
-
-@pytest.mark.parametrize(
-    ("kernel", "called"), [(of_torch_2_10, None), (of_torch_2_11, (0.5, (-1, 0)))], ids=["2.10", "2.11"]
-)
-def test_the_variable_length_kernel_is_called_as_its_version_of_torch_allows(kernel, called, monkeypatch):
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    packing._varlen_attention.cache_clear()
-    try:
-        found = packing._varlen_attention()
-    finally:
-        packing._varlen_attention.cache_clear()
-    options = {"scale": 0.5, "window_size": (-1, 0), "enable_gqa": True}
-    assert (found and found(*range(7), **options)) == called
 
 
 @pytest.mark.gpu

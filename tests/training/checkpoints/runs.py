@@ -11,7 +11,7 @@ import torch
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.training.checkpoints.manager import CheckpointManager
-from infembed_ray.training.observability.metrics import read_metrics
+from infembed_ray.training.observability.logs import read_metrics
 from tests.support.workers import run_workers, share_process_group
 from tests.training.checkpoints.states import RECORDS, complete, settings_of
 from tests.training.test_collate import record

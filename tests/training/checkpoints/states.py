@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.training.checkpoints.checkpoint import Checksum
 from infembed_ray.training.checkpoints.writer import Written
-from infembed_ray.training.observability.events import read_events
+from infembed_ray.training.observability.logs import read_events
 
 RECORDS = 8
 
@@ -14,7 +14,7 @@ RECORDS = 8
 def settings_of(model, **changes):
     common = {"records": "-", "output": "-", "objective": "multi{P,I,IQ}", "instruction_negatives": 3}
     common |= {"records_per_step": 4, "epochs": 2, "learning_rate": 1e-3, "checkpoint_every": 1, "weight_decay": 0.1}
-    return TrainSettings(model=model, **(common | {"temperature_learned": True} | changes))
+    return TrainSettings(model=model, **(common | changes))
 
 
 def complete(directory):

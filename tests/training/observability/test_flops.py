@@ -44,15 +44,6 @@ def counted(encoder, *layouts):
     return work.take().tolist()
 
 
-@pytest.mark.integration
-def test_flops_of_an_encoder_match_torchs_counter(minilm):
-    encoder = InstructionEncoder.from_pretrained(minilm)
-    layout = padded(texts(48, 48, 48, 48), 0)
-    slots, tokens, flops = counted(encoder, layout)
-    assert slots == tokens == 4 * 48
-    assert flops == pytest.approx(executed(encoder, layout), rel=0.01)
-
-
 def test_flops_of_a_decoder_match_torchs_counter_without_masked_pairs(tmp_path):
     encoder = InstructionEncoder.from_pretrained(backbones.write("qwen2", tmp_path))
     layout = padded(texts(64, 64), 0)
@@ -73,13 +64,6 @@ def test_pairs_of_sliding_windows_match_transformers_masks(modernbert, lengths):
     assert int(BackboneFlops.count(modernbert.backbone, causal=False).pairs(packed(texts(*lengths)))) == pairs
 
 
-def test_padding_counts_as_slots_only(modernbert):
-    lengths = (40, 3, 17)
-    slots, *useful = counted(modernbert, padded(texts(*lengths), 2))
-    assert slots == 3 * 40
-    assert [60, *useful] == counted(modernbert, packed(texts(*lengths)))
-
-
 def test_shared_prefix_counts_once(qwen):
     shared = list(range(5, 35))
     sequences = [Tokens([*shared, 40 + n, 50 + n], "query") for n in range(4)]
@@ -90,13 +74,6 @@ def test_shared_prefix_counts_once(qwen):
     backbone = BackboneFlops.count(qwen.backbone, causal=True)
     above = sum(range(1, 31)) + 4 * (31 + 32)
     assert flops == pytest.approx(tokens * backbone.token + 2 * above * backbone.pair)
-
-
-def test_idle_pass_counts_as_slots_only_and_take_resets(qwen):
-    work = Workload(qwen)
-    work.add(packed(texts(7)), idle=True)
-    assert work.take().tolist() == [7, 0, 0]
-    assert work.take().tolist() == [0, 0, 0]
 
 
 def test_frozen_weights_count_without_weight_gradient(tmp_path):

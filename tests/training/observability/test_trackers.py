@@ -2,13 +2,14 @@
 
 import json
 import struct
+from functools import partial
 
 import pytest
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.training.observability import trackers
-from infembed_ray.training.observability.events import EventLog, read_events
+from infembed_ray.training.observability.logs import append_event, read_events
 from infembed_ray.training.observability.trackers import Trackers
 
 BLOCK = 32_768
@@ -27,21 +28,25 @@ LINES = [line(step) for step in range(1, 8)]
 LOSSES = [(step, pytest.approx(1 / step)) for step in range(1, 8)]
 
 
+def trackers_of(name, directory, lines):
+    return Trackers(settings(name), directory, lines, partial(append_event, directory))
+
+
 def interrupted(tmp_path, name):
     """Log five steps, resume after the third, end with the seventh, and resume once more without a step."""
     (tmp_path / "run").mkdir()
     directory = tmp_path / "run"
-    first = Trackers(settings(name), directory, [], EventLog(directory, 0))
+    first = trackers_of(name, directory, [])
     for step in LINES[:5]:
         first.log(step)
     if name != "tensorboard":
         first.close()  # the process of W&B may outlive a killed one
-    second = Trackers(settings(name), directory, LINES[:3], EventLog(directory, 3))
+    second = trackers_of(name, directory, LINES[:3])
     for step in LINES[3:]:
         second.log(step)
     second.close()
-    Trackers(settings(name), directory, LINES, EventLog(directory, 7)).close()
-    assert {event.kind for event in read_events(directory)} == {"resumed"}
+    trackers_of(name, directory, LINES).close()
+    assert not read_events(directory)
     return directory
 
 
@@ -61,10 +66,10 @@ def scalars(path):
 
 def test_tensorboard_has_every_step_once(tmp_path):
     (file,) = (interrupted(tmp_path, "tensorboard") / "tensorboard").iterdir()
-    found = list(scalars(file))
-    assert [(step, value) for step, tag, value, _ in found if tag == "loss"] == LOSSES
-    assert {tag for _, tag, _, _ in found} == {"loss", "learning_rate"}
-    assert all(time == 1_700_000_000 + step for step, _, _, time in found)
+    written = list(scalars(file))
+    assert [(step, value) for step, tag, value, _ in written if tag == "loss"] == LOSSES
+    assert {tag for _, tag, _, _ in written} == {"loss", "learning_rate"}
+    assert all(time == 1_700_000_000 + step for step, _, _, time in written)
 
 
 def wandb_history(path):
@@ -95,45 +100,16 @@ def test_wandb_offline_has_every_step_once(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     files = sorted((interrupted(tmp_path, "wandb") / "wandb").glob("offline-run-*/*.wandb"))
     assert len({file.name for file in files}) == 1  # one run at W&B for three attempts
-    assert [found for file in files for found in wandb_history(file)] == LOSSES
-
-
-@pytest.mark.integration
-def test_mlflow_has_every_step_once_and_a_later_tracker_gets_all_steps(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    directory = interrupted(tmp_path, "mlflow")
-    later = tmp_path / "later"
-    later.mkdir()
-    Trackers(settings("mlflow"), later, LINES, EventLog(later, 7)).close()
-    for path in (directory, later):
-        client = mlflow.MlflowClient((path / "mlflow").as_uri())
-        (run,) = client.search_runs([client.get_experiment_by_name("infembed").experiment_id])
-        assert run.info.status == "FINISHED"
-        assert run.data.params["objective"] == "multi{P,I}"
-        history = client.get_metric_history(run.info.run_id, "loss")
-        assert [(metric.step, metric.value) for metric in history] == LOSSES
-        assert history[0].timestamp == 1_700_000_001_000
+    assert [row for file in files for row in wandb_history(file)] == LOSSES
 
 
 def test_failing_tracker_is_logged_and_disabled(tmp_path):
     (tmp_path / "tensorboard").write_text("a file is where its directory should be")
-    events = EventLog(tmp_path, 0)
-    trackers = Trackers(settings("tensorboard"), tmp_path, LINES[:2], events)
-    trackers.log(LINES[2])
-    trackers.close()
+    failing = trackers_of("tensorboard", tmp_path, LINES[:2])
+    failing.log(LINES[2])
+    failing.close()
     (event,) = read_events(tmp_path)
     assert (event.step, event.kind, event.action) == (2, "tracker", "warn")
-    assert "tracker tensorboard failed and is disabled; training continues" in event.message
-    assert "\n" not in event.message
-
-
-def test_missing_package_error_has_the_install_command(monkeypatch):
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"^trackers=mlflow: .* pip install mlflow-skinny"):
-        trackers.check(settings("mlflow"))
-    trackers.check(settings())
 
 
 SEEN = []
@@ -153,38 +129,33 @@ def fails_at_five(step, figures):
         raise RuntimeError("five")
 
 
-def with_callback(name):
-    return settings().model_copy(update={"callbacks": (f"{__name__}:{name}",)})
-
-
-def test_a_callback_gets_each_new_step_once_and_is_closed(tmp_path):
+def test_a_function_gets_each_new_step_once_and_is_closed(tmp_path):
     SEEN.clear()
-    resumed = Trackers(with_callback("Recorder"), tmp_path, LINES[:3], EventLog(tmp_path, 3))
+    resumed = trackers_of(f"{__name__}:Recorder", tmp_path, LINES[:3])
     for step in LINES[3:]:
         resumed.log(step)
     resumed.close()
     assert [*LOSSES[3:], "closed"] == SEEN
 
 
-def test_a_callback_that_fails_is_disabled(tmp_path):
+def test_a_function_that_fails_is_disabled(tmp_path):
     SEEN.clear()
-    run = Trackers(with_callback("fails_at_five"), tmp_path, [], EventLog(tmp_path, 0))
+    run = trackers_of(f"{__name__}:fails_at_five", tmp_path, [])
     for step in LINES:
         run.log(step)
     run.close()
     assert SEEN == [1, 2, 3, 4, 5]
     (event,) = read_events(tmp_path)
-    assert "fails_at_five failed and is disabled" in event.message
+    assert (event.step, event.kind, event.action) == (5, "tracker", "warn")
 
 
-@pytest.mark.parametrize("name", ["no_such_module:f", f"{__name__}:no_such_name", f"{__name__}:LINES", "not a name"])
-def test_a_callback_that_does_not_exist_is_refused(name):
-    with pytest.raises(InputError, match="callbacks="):
-        trackers.check(settings().model_copy(update={"callbacks": (name,)}))
-
-
-def test_a_callback_whose_module_fails_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name", ["mlflow", "no_such_module:f", f"{__name__}:no_such_name", f"{__name__}:LINES", "broken_callbacks:f"]
+)
+def test_a_tracker_that_does_not_exist_is_rejected(name, tmp_path, monkeypatch):
     (tmp_path / "broken_callbacks.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(InputError, match="callbacks=broken_callbacks:f: ZeroDivisionError: division by zero; give"):
-        trackers.check(settings().model_copy(update={"callbacks": ("broken_callbacks:f",)}))
+    with pytest.raises(InputError) as error:
+        trackers.check(settings(name))
+    (fault,) = error.value.faults
+    assert (fault.setting, fault.value) == ("trackers", name)
