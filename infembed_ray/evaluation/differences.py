@@ -84,22 +84,22 @@ class Differences:
 
     def _passages(self, task: Task, query: Query) -> tuple[RankedPassage, ...]:
         of_models = {model: kept[query.id] for model, kept in self._ranks[task.name].items()}
-        best = {
-            d: min(kept.get(d, 1 << 31) for kept in of_models.values()) for kept in of_models.values() for d in kept
+        rank_of = {
+            document: [kept.get(document) for kept in of_models.values()]
+            for ranked in of_models.values()
+            for document in ranked
         }
-        ids = sorted(best, key=lambda document: (best[document], document))
+        ids = sorted(rank_of, key=lambda document: (min(filter(None, rank_of[document])), document))
         changed, judged = _changed(task, query.id), task.qrels.get(query.id, {})
         (rows,) = rows_of(task.corpus["id"], [ids])
-        text_of = {
-            task.corpus["id"][r].as_py(): task.corpus["text"][r].as_py()[:PASSAGE_CHARACTERS] for r in rows.tolist()
-        }
+        text_of = {task.corpus["id"][row].as_py(): task.corpus["text"][row].as_py() for row in rows.tolist()}
         return tuple(
             RankedPassage(
                 document,
-                text_of.get(document, ""),
+                text_of.get(document, "")[:PASSAGE_CHARACTERS],
                 judged.get(document, 0),
                 document in changed,
-                {model: kept.get(document) for model, kept in of_models.items()},
+                dict(zip(of_models, rank_of[document], strict=True)),
             )
             for document in ids
         )

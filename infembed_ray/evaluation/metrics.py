@@ -1,7 +1,7 @@
 """Retrieval measures: pure functions of judgements and rankings, with one value per query.
 
 nDCG, MAP, recall, MRR and further ones by their names are those of ir_measures, which asks trec_eval. p-MRR of FollowIR
-(Weller et al., 2024), WISE and SICR of InfoSearch (Zhou et al., 2025) and the violations of CoDeR are implemented here.
+(Weller et al., 2024) and Robustness@k of InstructIR (Oh et al., 2024) are implemented here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isnan, sqrt
+from math import isnan
 from statistics import fmean
 
 import ir_measures
@@ -38,10 +38,6 @@ CONVENTIONS = {
     "pairs reversed": "share of labelled pairs (a document relevant only under the first instruction, one only under the "
     "second) that each instruction puts in its own order",
     "violation": "share of changed queries with a document among the first k that the changed instruction excludes",
-    "WISE": "InfoSearch's equations 6 to 9 with K = 20, over documents relevant under the instruction and not under its "
-    "inverse, from their ranks without instruction, under it and under its inverse; N = documents relevant under either",
-    "SICR": "InfoSearch's equations 4 and 5, over the same documents; as in its code, a document that is first without "
-    "instruction complies if it stays first, its score does not fall, and both fall under the inverse",
 }
 """How each measure is computed, as recorded in every result file."""
 _FURTHER = "as ir_measures defines it, by trec_eval where that has it; a query without results counts 0"
@@ -161,50 +157,6 @@ def p_mrr(changes: Sequence[Change], run: Run) -> dict[str, float]:
 def rank_change(original: int, changed: int) -> float:
     """Compute p-MRR of one document from its 1-based ranks."""
     return changed / original - 1 if original >= changed else 1 - original / changed
-
-
-WISE_DEPTH = 20
-"""K of WISE: a document below this rank without instruction earns `_WISE_LEAST` at most."""
-_WISE_LEAST = 0.01
-
-
-def wise(original: int, instructed: int, inverse: int, relevant: int) -> float:
-    """Compute WISE of one document that the instruction asks for and its inverse excludes (Zhou et al., 2025).
-
-    Args:
-        original: 1-based rank for the query without instruction.
-        instructed: rank under the instruction.
-        inverse: rank under the inverse instruction.
-        relevant: documents relevant under either instruction.
-
-    Returns:
-        A value in [-1, 1]; 0 if no rank changes.
-    """
-    if instructed <= original < inverse:
-        if original <= relevant and instructed == 1:
-            return 1.0
-        if original <= WISE_DEPTH:
-            return (1 - (original - instructed) / WISE_DEPTH) / sqrt(instructed)
-        return _WISE_LEAST
-    if inverse < original < instructed:
-        return -1.0
-    if original <= instructed:
-        return (original - instructed) / instructed
-    return (inverse - original) / original
-
-
-def complies(original: tuple[int, float], instructed: tuple[int, float], inverse: tuple[int, float]) -> bool:
-    """Return whether a document's (rank, score) obeys the instruction and its inverse strictly (SICR, Zhou et al., 2025)."""
-    (rank, score), (rank_under, score_under), (rank_inverse, score_inverse) = original, instructed, inverse
-    rises = rank_under < rank and score_under > score
-    stays = rank == rank_under == 1 and score_under >= score
-    return (rises or stays) and rank < rank_inverse and score > score_inverse
-
-
-def places(scores: Mapping[str, float], documents: Sequence[str]) -> list[tuple[int, float]]:
-    """Return the (rank, score) of documents; one missing from the ranking has rank length + 1 and the lowest score."""
-    rank_of = ranks(scores)
-    return [(rank_of.get(d, len(rank_of) + 1), scores.get(d, -inf)) for d in documents]
 
 
 def ranks(scores: Mapping[str, float]) -> dict[str, int]:

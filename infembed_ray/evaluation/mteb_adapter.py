@@ -19,7 +19,6 @@ import torch
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.retrievers.encoders import CheckpointEncoder
 from infembed_ray.evaluation.retrievers.retriever import PairReranker, Ranker, TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.progress import track
@@ -33,18 +32,11 @@ _UNKNOWN = (
     *("loader", "release_date", "languages", "n_parameters", "memory_usage_mb", "max_tokens", "embed_dim", "license"),
     *("open_weights", "public_training_code", "public_training_data", "training_datasets"),
 )
-"""Required fields of mteb's `ModelMeta` that are null where unknown."""
+"""Required fields of mteb's `ModelMeta` that are left null."""
 
 
 class MtebEncoder:
-    """An encoder as mteb's `EncoderProtocol`.
-
-    mteb passes query and instruction separately, and the encoder formats them.
-
-    Args:
-        encoder: any encoder of the package.
-        meta: description in mteb's result files.
-    """
+    """An encoder as mteb's `EncoderProtocol`. mteb passes query and instruction separately, and the encoder formats them."""
 
     def __init__(self, encoder: TextEncoder, meta: ModelMeta) -> None:
         self.encoder = encoder
@@ -71,14 +63,7 @@ class MtebEncoder:
 
 
 class MtebReranker:
-    """A reranker as mteb's `CrossEncoderProtocol`.
-
-    mteb passes pairs of a query, with its instruction, and a candidate of its re-ranking tasks.
-
-    Args:
-        reranker: any reranker of the package.
-        meta: description in mteb's result files.
-    """
+    """A reranker as mteb's `CrossEncoderProtocol`. mteb passes pairs of a query, with its instruction, and a candidate."""
 
     def __init__(self, reranker: PairReranker, meta: ModelMeta) -> None:
         self.reranker = reranker
@@ -137,31 +122,14 @@ def load(model: str, device: str = "cpu") -> MtebEncoder | MtebReranker:
     if isinstance(loaded, Ranker):
         raise InputError(f"model={model}: neither an encoder nor a reranker; give one, or use infembed evaluate")
     hub = model.count("/") == 1 and not model.startswith((".", "~", "/")) and not Path(model).exists()
-    meta = ModelMeta(**_described(loaded, model if hub else f"infembed/{Path(model).absolute().name}"))
-    return MtebReranker(loaded, meta) if isinstance(loaded, PairReranker) else MtebEncoder(loaded, meta)
-
-
-def _described(model: TextEncoder | PairReranker, name: str) -> dict[str, Any]:
-    """Return the fields of mteb's `ModelMeta`."""
-    reranks = isinstance(model, PairReranker)
-    fields: dict[str, Any] = {
+    reranks = isinstance(loaded, PairReranker)
+    meta = ModelMeta(
         **dict.fromkeys(_UNKNOWN),
-        "name": name,
-        "revision": model.identity,
-        "framework": [],
-        "similarity_fn_name": None if reranks else "dot",
-        "model_type": ["cross-encoder" if reranks else "dense"],
-        "use_instructions": True,
-    }
-    if isinstance(model, CheckpointEncoder):
-        text = model.encoder.text
-        fields |= {"max_tokens": max(text.query_length, text.passage_length), "embed_dim": model.encoder.dimension}
-    module = getattr(model, "encoder", getattr(model, "model", None))
-    if isinstance(module, torch.nn.Module):
-        parameters = list(module.parameters())
-        fields |= {
-            "framework": ["PyTorch"],
-            "n_parameters": sum(p.numel() for p in parameters),
-            "memory_usage_mb": sum(p.numel() * p.element_size() for p in parameters) / 2**20,
-        }
-    return fields
+        name=model if hub else f"infembed/{Path(model).absolute().name}",
+        revision=loaded.identity,
+        framework=[],
+        similarity_fn_name=None if reranks else "dot",
+        model_type=["cross-encoder" if reranks else "dense"],
+        use_instructions=True,
+    )
+    return MtebReranker(loaded, meta) if isinstance(loaded, PairReranker) else MtebEncoder(loaded, meta)

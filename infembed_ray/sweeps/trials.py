@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.evaluation.inputs import describe_tasks
+from infembed_ray.evaluation.inputs import content_hash, describe_tasks
 from infembed_ray.evaluation.inputs import resolve as resolve_evaluation
 from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.tasks import catalogue
@@ -26,8 +25,8 @@ from infembed_ray.modeling.template import render
 from infembed_ray.planning.train import memory_of, needs
 from infembed_ray.progress import counted
 from infembed_ray.storage.dry_run import gib, require_space_of_workers, state
-from infembed_ray.storage.places import Place, address, fingerprint_files, place_of
-from infembed_ray.storage.steps import Step, find_input, fingerprint
+from infembed_ray.storage.places import Place, address, place_of
+from infembed_ray.storage.steps import Step, find_input
 from infembed_ray.training import deepspeed_config, sources
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.validation import held_out_files
@@ -132,12 +131,12 @@ def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str,
     Input that may differ by row is numbered in the order of the rows.
     """
     files: dict[str, Place] = {f"train.{name}": place for name, place in sources.locate(settings.train).items()}
-    for name in ("records", "reworded", "distractors"):
+    for name in ("records", "distractors"):
         if (value := getattr(settings.evaluate, name)) is not None:
             files[f"evaluate.{name}"] = find_input(value, f"evaluate.{name}")
     names = {}
     for task in catalogue.expand(settings.evaluate.tasks):
-        names[f"evaluate.tasks.{task}"] = _fingerprint_of(catalogue.files(task, settings.evaluate.data))
+        names[f"evaluate.tasks.{task}"] = content_hash(catalogue.load(task, settings.evaluate.data))
     models = {f"models.{label}": model for label, model in settings.models.items()}
     trainings = [trial.train for trial in planned if trial.train is not None]
     teachers = dict.fromkeys(train.teacher for train in trainings if train.teacher is not None)
@@ -150,14 +149,6 @@ def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str,
         files |= checkpoint.inputs
         names |= checkpoint.names
     return files, names
-
-
-def _fingerprint_of(files: Sequence[Place]) -> str:
-    """Hash the files that a task is read from; those of an object store are not read."""
-    local = [file for file in files if isinstance(file, Path)]
-    if local:
-        return fingerprint_files(local, Path(os.path.commonpath([file.parent for file in local])))
-    return hashlib.sha256("".join(map(fingerprint, files)).encode()).hexdigest()[:16]
 
 
 def combined(planned: Sequence[Trial], results: Sequence[Results]) -> Results:
@@ -207,7 +198,7 @@ def _with_absolute_paths(settings: SweepSettings) -> SweepSettings:
         )
     tasks = catalogue.expand(settings.evaluate.tasks)
     evaluate: dict[str, Any] = {"tasks": tuple(t if t in catalogue.TASKS else _absolute(t) for t in tasks)}
-    for name in ("records", "reworded", "distractors", "data", "embeddings"):
+    for name in ("records", "distractors", "data", "embeddings"):
         if (path := getattr(settings.evaluate, name)) is not None:
             if name != "embeddings":  # may not exist yet
                 find_input(path, f"evaluate.{name}")

@@ -6,7 +6,6 @@ from infembed_ray.evaluation.paper.results_report import of_evaluation
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.significance import Stratum, compare, holm
 from infembed_ray.evaluation.tables import cells, columns
-from infembed_ray.evaluation.tasks import infir
 from infembed_ray.evaluation.tasks.catalogue import BENCHMARKS
 from infembed_ray.evaluation.tasks.task import Figure
 
@@ -69,16 +68,6 @@ def test_differences_with_a_small_corrected_p_value_are_marked():
     marked = [m for m in "bcd" if tables.text(of_records[0], p_mrr[m]).endswith(tables.MARK)]
     assert marked == [m for m, p in zip("bcd", expected, strict=True) if p < 0.05]
     assert 0 < len(marked) < 3
-
-
-def test_the_figures_of_records_fit_one_table_of_100_characters():
-    found = results({"records": infir.FIGURES}, ["MiniLM", "MiniLM + InF-Embed"])
-    _, header, _, *rows = as_text(found).split("\n\n")[0].splitlines()
-    assert header.split()[0] == "model"
-    assert all(figure.name in header for figure in infir.FIGURES)
-    assert len(rows) == 2
-    assert max(map(len, as_text(found).splitlines())) <= 100
-    assert len(as_text(found).split("\n\n")) == 2  # the table, and one line below it
 
 
 def test_columns_are_aligned_and_wide_tables_are_split():

@@ -14,11 +14,9 @@ from transformers import (
     AutoTokenizer,
 )
 
-from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks.task import Query
-from infembed_ray.modeling import rerankers
 from tests.evaluation.retrievers import models
 
 pytestmark = pytest.mark.integration
@@ -226,20 +224,6 @@ def test_damaged_weights_are_named(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"cut short")
     with pytest.raises(InputError, match=r"model.model=.*damaged or truncated"):
         classifier(broken)
-
-
-def test_random_scores_depend_only_on_texts_and_seed():
-    first, again, other = (
-        rerankers.RandomReranker(RetrieverSettings(kind="random", seed=seed), "") for seed in (0, 0, 1)
-    )
-    many = [(Query(str(i), f"query {i}"), f"passage {i}") for i in range(2000)]
-    scores = first.score(many)
-    np.testing.assert_array_equal(scores[::-1], again.score(many[::-1]))
-    assert not np.array_equal(scores, other.score(many))
-    assert scores.min() >= 0
-    assert scores.max() < 1
-    assert abs(scores.mean() - 0.5) < 0.03  # 5 sigma
-    assert first.score([(NURSES, "a")]) != first.score([(Query("1", NURSES.query), "a")])
 
 
 def test_no_pairs_have_no_scores(berts):

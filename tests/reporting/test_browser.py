@@ -166,13 +166,5 @@ def test_rows_can_be_filtered_and_searched(reports, browser):
     page.close()
 
 
-def test_the_quickstarts_links_lead_to_the_other_reports(reports, browser):
-    page = browser.new_page()
-    page.goto(reports["quickstart"].as_uri())
-    page.get_by_role("link", name="training").click()
-    assert page.get_by_role("heading", level=1).inner_text().startswith("Training run")
-    page.close()
-
-
 def luminance(colour):
     return sum(int(part) for part in colour.removeprefix("rgb(").removesuffix(")").split(","))

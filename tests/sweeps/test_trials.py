@@ -84,11 +84,11 @@ def test_benchmark_and_own_tasks_are_part_of_the_identity(values, tmp_path, monk
 def test_relative_paths_are_resolved_by_the_driver(values, monkeypatch):
     here = Path(values["train"]["records"]).parent
     monkeypatch.chdir(here)
-    evaluate = {"records": "records.jsonl", "reworded": "records.jsonl"}
+    evaluate = {"records": "records.jsonl", "distractors": "records.jsonl"}
     relative = {"train": {"records": "records.jsonl"}, "evaluate": evaluate, "output": "output"}
     made = trials(SweepSettings.from_mapping(values | relative | {"models": {"one": "model"}}))
     for trial in made:
-        assert Path(trial.evaluate.records) == Path(trial.evaluate.reworded) == here / "records.jsonl"
+        assert Path(trial.evaluate.records) == Path(trial.evaluate.distractors) == here / "records.jsonl"
         assert Path(trial.evaluate.output).is_relative_to(here)
         assert Path((trial.untrained or trial.train).model) == here / "model"
         assert Path(trial.evaluate.embeddings) == here / "output" / "embeddings"
@@ -122,13 +122,13 @@ def test_input_of_every_row_is_part_of_the_identity(values, monkeypatch):
     monkeypatch.chdir(here)
     held_out = here / "held-out.jsonl"
     held_out.write_text(json.dumps(vars(record(1))) + "\n")
-    reworded = here / "reworded.jsonl"
-    reworded.write_text(json.dumps(vars(record(0))) + "\n")
+    others = here / "others.jsonl"
+    others.write_text(json.dumps({"id": "1", "passage": "one"}) + "\n")
     rows = {
         "stopped": {"validation": {"records": "held-out.jsonl", "distractors": "records.jsonl"}},
         "taught": {"teacher": "model", "offload": {"nvme_path": "disk"}},
     }
-    evaluate = values["evaluate"] | {"reworded": "reworded.jsonl"}
+    evaluate = values["evaluate"] | {"distractors": "others.jsonl"}
     settings = SweepSettings.from_mapping(values | {"variants": rows, "seeds": [1], "evaluate": evaluate})
     made = {t.row: t.train for t in trials(settings) if t.model == "one"}
     assert made["stopped"].validation.records == str(held_out)
@@ -139,7 +139,7 @@ def test_input_of_every_row_is_part_of_the_identity(values, monkeypatch):
     def identity():
         return Step("sweep", settings, settings.output, *inputs(settings, trials(settings))).identity
 
-    for file in (held_out, reworded):
+    for file in (held_out, others):
         before = identity()
         assert identity() == before
         file.write_text(json.dumps(vars(record(2))) + "\n")

@@ -1,4 +1,4 @@
-"""Figures 5 and 6 of the paper, beside ours."""
+"""Figures 5 and 6 of the paper, with ours."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from infembed_ray.evaluation import tables
 from infembed_ray.evaluation.paper.collection import CombinedResults, ReportedModel
 from infembed_ray.evaluation.paper.published import TABLES
-from infembed_ray.evaluation.paper.sheets import AS_PAPER, MODELS, plain, stands_for
+from infembed_ray.evaluation.paper.sheets import MODELS, plain, stands_for
 from infembed_ray.evaluation.significance import IntervalEstimate
 from infembed_ray.evaluation.tables import Cell, Column
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.reporting.charts import Scale
 
-PAPER = [catalogue.BENCHMARKS[name].title for name in ("followir", f"followir{AS_PAPER}")]
+PAPER = [catalogue.BENCHMARKS[name].title for name in ("followir", f"followir{catalogue.AS_PAPER}")]
 """Titles of the benchmark whose models the paper compares in Figure 5."""
 
 
@@ -31,35 +31,27 @@ class ChartedModel:
 
 @dataclass(frozen=True)
 class Chart:
-    """Figure 5: the models of a benchmark by group, best p-MRR first.
-
-    Attributes:
-        benchmark: title of the benchmark.
-        score: name of the score beside p-MRR.
-        groups: heading -> models.
-        scales: axes of p-MRR and of the score, which hold 0 and all intervals.
-        paper: whether models of the paper are among them.
-    """
+    """Figure 5: the models of a benchmark by group, best p-MRR first."""
 
     benchmark: str
     score: str
+    """Name of the score next to p-MRR."""
     groups: Mapping[str, Sequence[ChartedModel]]
+    """Heading -> models."""
     scales: tuple[Scale, Scale]
+    """Axes of p-MRR and of the score, which hold 0 and all intervals."""
     paper: bool
+    """Whether models of the paper are among them."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Figure 6 for one training: p-MRR x100 by backbone.
-
-    Attributes:
-        title: the training and the benchmark.
-        groups: backbone -> p-MRR with and without the quality filter.
-        scale: axis, which holds 0 and all intervals.
-    """
+    """Figure 6 for one training: p-MRR x100 by backbone."""
 
     title: str
+    """The training and the benchmark."""
     groups: Mapping[str, tuple[IntervalEstimate, IntervalEstimate]]
+    """Backbone -> p-MRR with and without the quality filter."""
     scale: Scale
 
 
@@ -76,7 +68,11 @@ def figure_5(collection: CombinedResults, rows: Mapping[str, str]) -> list[Chart
                 label = key if paper else model.shown
                 charted.append(ChartedModel(group, label, True, _x100(obeys[key]), _x100(retrieves[key])))
         if any(model.ours for model in charted):
-            charts.append(_chart(benchmark, score.title, charted, paper))
+            groups: dict[str, list[ChartedModel]] = {model.group: [] for model in charted}
+            for shown in sorted(charted, key=lambda model: -model.p_mrr.value):
+                groups[shown.group].append(shown)
+            scales = _scale(model.p_mrr for model in charted), _scale(model.score for model in charted)
+            charts.append(Chart(benchmark, score.title.removeprefix("average "), groups, scales, paper))
     return charts
 
 
@@ -118,43 +114,25 @@ def _obedience(collection: CombinedResults) -> Iterator[tuple[str, Column, Colum
 
 def _table_5() -> Iterator[ChartedModel]:
     """Yield the paper's models that have both numbers."""
-    columns = TABLES["5"].columns
+    places = [TABLES["5"].columns.index(name) for name in ("FollowIR p-MRR", "FollowIR score")]
     for row in TABLES["5"].rows:
-        p_mrr, score = (row.numbers[columns.index(name)].value for name in ("FollowIR p-MRR", "FollowIR score"))
-        if p_mrr is not None and score is not None:
-            yield ChartedModel(
-                row.section,
-                row.name,
-                False,
-                IntervalEstimate(p_mrr, p_mrr, p_mrr),
-                IntervalEstimate(score, score, score),
-            )
+        values = [value for place in places if (value := row.numbers[place].value) is not None]
+        if len(values) == 2:
+            p_mrr, score = (IntervalEstimate(value, value, value) for value in values)
+            yield ChartedModel(row.section, row.name, False, p_mrr, score)
 
 
 def _size(model: ReportedModel, rows: Mapping[str, str]) -> str | None:
     """Return the paper's heading for models of this size, from the model's own row or its backbone's."""
-    of_tables = [row for number in reversed(MODELS) for row in TABLES[number].rows]
-    return next(
-        (
-            row.section
-            for row in of_tables
-            if stands_for(model, row.name, rows) or plain(model.backbone or "") == plain(row.name)
-        ),
-        None,
-    )
+    for row in (row for number in reversed(MODELS) for row in TABLES[number].rows):
+        if stands_for(model, row.name, rows) or plain(model.backbone or "") == plain(row.name):
+            return row.section
+    return None
 
 
 def _x100(cell: Cell) -> IntervalEstimate:
     mean = cell.compared.mean
     return IntervalEstimate(100 * mean.value, 100 * mean.low, 100 * mean.high)
-
-
-def _chart(benchmark: str, score: str, charted: Sequence[ChartedModel], paper: bool) -> Chart:
-    groups: dict[str, list[ChartedModel]] = {model.group: [] for model in charted}
-    for model in sorted(charted, key=lambda model: -model.p_mrr.value):
-        groups[model.group].append(model)
-    scales = _scale(model.p_mrr for model in charted), _scale(model.score for model in charted)
-    return Chart(benchmark, score.removeprefix("average "), groups, scales, paper)
 
 
 def _scale(estimates: Iterable[IntervalEstimate]) -> Scale:

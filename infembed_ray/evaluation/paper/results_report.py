@@ -22,7 +22,7 @@ from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import Published, Step, find_input
 
-PAGE, MARKDOWN, CSV, LATEX = tables.REPORT_FILE, "report.md", "tables.csv", "tables.tex"
+PAGE, MARKDOWN, CSV = tables.REPORT_FILE, "report.md", "tables.csv"
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Report:
 
 
 def run(settings: ReportSettings) -> Published:
-    """Publish `report.html`, `report.md`, `tables.csv` and `tables.tex`.
+    """Publish `report.html`, `report.md` and `tables.csv`.
 
     Raises:
         InputError: an output is not of `infembed evaluate` or `infembed sweep`, has other conventions, or cannot be combined
@@ -145,12 +145,10 @@ def run(settings: ReportSettings) -> Published:
     if done := step.finished():
         return done
     report = compose(settings, paths)
-    every = [*report.ours, *report.papers]
     with step.publish() as staging:
         (staging.path / PAGE).write_text(report.as_html(), encoding="utf-8")
         (staging.path / MARKDOWN).write_text(report.as_markdown(), encoding="utf-8")
-        (staging.path / CSV).write_text(sheets.as_csv(every), encoding="utf-8")
-        (staging.path / LATEX).write_text(sheets.as_latex(every, report.note), encoding="utf-8")
+        (staging.path / CSV).write_text(sheets.as_csv([*report.ours, *report.papers]), encoding="utf-8")
         staging.counts = {"models": len(report.collection.models), "tasks": len(report.collection.results.tasks)}
         staging.facts = {"tables_with_ours": [sheet.name for sheet in report.papers if sheet.ours]}
     say(f"report: {report.summary}")
@@ -181,8 +179,6 @@ def compose(settings: ReportSettings, paths: Mapping[str, Place]) -> Report:
         InputError: as `run`.
     """
     collection = collect({label: results.read(path, f"results.{label}") for label, path in paths.items()})
-    if settings.baseline is not None:
-        collection = collection.against(settings.baseline)
     return Report.from_collection(settings.results, collection, settings.rows, settings.unfiltered)
 
 

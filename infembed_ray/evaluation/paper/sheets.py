@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 import numpy as np
 
@@ -18,17 +18,15 @@ from infembed_ray.evaluation.paper.collection import BASE, PER_SEED, CombinedRes
 from infembed_ray.evaluation.paper.published import COLUMNS, TABLES, PaperTable, Row
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.scoring import Scores
-from infembed_ray.evaluation.significance import Stratum, compare
+from infembed_ray.evaluation.significance import Compared, Stratum, compare
 from infembed_ray.evaluation.tables import MARK, WIDTH, Cell, Column
-from infembed_ray.evaluation.tasks.catalogue import MODE
+from infembed_ray.evaluation.tasks.catalogue import AS_PAPER
 
 _DECIMALS = {"2": 1, "3": 2, "4": 2, "5": 1, "6": 2}
 """Decimals of each table in the paper."""
 CONTROLLED = "condition"
 """Kind of the rows of a table of controls, whose sections are models."""
 _CONTROL_NOTE = "Means x100 and 95% intervals over queries, under control instructions; the end of this page explains conditions and figures"
-AS_PAPER = f"{MODE}paper"
-"""Ends the names of tasks under the paper's protocol."""
 MODELS = ("2", "5")
 """Tables whose rows are models; rows of the other tables are rows of sweeps."""
 
@@ -60,13 +58,13 @@ class Number:
             value=column.number(mean.value),
             low=column.number(mean.low),
             high=column.number(mean.high),
+            stdev_over_seeds=None if spread is None else column.number(spread),
             difference=None if delta is None else column.number(delta.value, sign=True),
             difference_low=None if delta is None else column.number(delta.low, sign=True),
             difference_high=None if delta is None else column.number(delta.high, sign=True),
             p=cell.compared.p,
             p_holm=cell.adjusted,
             significant=cell.significant,
-            stdev_over_seeds=None if spread is None else column.number(spread),
         )
 
 
@@ -124,20 +122,35 @@ def ours(collection: CombinedResults) -> list[Sheet]:
     """Make one table per benchmark, with all models that were evaluated on it; a sweep's models are grouped by backbone."""
     sheets = []
     for benchmark, columns in tables.columns(collection.results).items():
-        cells_of = [collection.cells(column) for column in columns]
-        there = [model for model in collection.models.values() if any(model.key in of_column for of_column in cells_of)]
+        evaluated = _Evaluated(collection, columns)
         lines = [
-            Line(model.shown, True, model.backbone or "", tuple(_numbers(model, columns, cells_of)), len(model.runs))
-            for backbone in dict.fromkeys(model.backbone for model in there)
-            for model in there
+            Line(model.shown, True, model.backbone or "", evaluated.numbers(model), len(model.runs))
+            for backbone in dict.fromkeys(model.backbone for model in evaluated.models)
+            for model in evaluated.models
             if model.backbone == backbone
         ]
         sheets.append(Sheet(benchmark, "", "model", _headings([column.title for column in columns]), tuple(lines)))
     return sheets
 
 
+class _Evaluated:
+    """The models that have any of some columns, and their numbers."""
+
+    def __init__(self, collection: CombinedResults, columns: Sequence[Column]) -> None:
+        self._columns = [(column, collection.cells(column)) for column in columns]
+        self.models = [m for m in collection.models.values() if any(m.key in cell_of for _, cell_of in self._columns)]
+
+    def numbers(self, model: ReportedModel | None) -> tuple[Number | None, ...]:
+        return tuple(
+            None
+            if model is None or model.key not in cell_of
+            else Number.from_cell(column, cell_of[model.key], model.spread(column))
+            for column, cell_of in self._columns
+        )
+
+
 def obedience(collection: CombinedResults) -> list[Sheet]:
-    """Make one table per task with controls: each model under every condition, then BM25 and a constant scorer."""
+    """Make one table per task with controls: each model under every condition, then BM25."""
     results, sheets = collection.results, []
     for task, summary in results.tasks.items():
         asked = {
@@ -166,14 +179,12 @@ def _controls(
     for label, scores in asked.items():
         if figure in scores:
             of_queries.setdefault(tuple(sorted(scores[figure])), []).append(label)
-    shown = Column(figure, (), 100, 1).number
-    number_of = {}
+    column, number_of = Column(figure, (), 100, 1), {}
     for queries, labels in of_queries.items():
-        table = np.array([[asked[label][figure][query] for label in labels] for query in queries])
-        compared = compare([Stratum.from_values(table, [groups.get(query, query) for query in queries])])
-        for label, cell in zip(labels, compared, strict=True):
-            mean = cell.mean
-            number_of[label] = Number(shown(mean.value), shown(mean.low), shown(mean.high))
+        values = np.array([[asked[label][figure][query] for label in labels] for query in queries])
+        cells = compare([Stratum.from_values(values, [groups.get(query, query) for query in queries])])
+        for label, cell in zip(labels, cells, strict=True):
+            number_of[label] = Number.from_cell(column, Cell(Compared(cell.mean)), None)
     return number_of
 
 
@@ -191,9 +202,10 @@ def papers(collection: CombinedResults, rows: Mapping[str, str]) -> list[Sheet]:
     labels = {model.label for model in collection.models.values()} | set(collection.models)
     for label, row in rows.items():
         if label not in labels:
-            raise InputError(f"rows.{label}: no model has this name; {nearest(label, labels)}")
+            raise InputError.of(f"rows.{label}", None, "no model has this name", nearest(label, labels))
         if row not in row_names:
-            raise InputError(f"rows.{label}={row}: no row of Tables 2 and 5 has this name; {nearest(row, row_names)}")
+            fault = "no row of Tables 2 and 5 has this name"
+            raise InputError.of(f"rows.{label}", row, fault, nearest(row, row_names))
     return [sheet for number in TABLES for sheet in _paper_sheets(number, collection, rows)]
 
 
@@ -217,48 +229,45 @@ def _is(model: ReportedModel, entry: baselines.Baseline) -> bool:
 
 def _paper_sheets(number: str, collection: CombinedResults, rows: Mapping[str, str]) -> Iterator[Sheet]:
     table = TABLES[number]
-    columns = [Column(name, _measured(collection, COLUMNS[name]), 100, _DECIMALS[number]) for name in table.columns]
-    cells_of = [collection.cells(column) for column in columns]
-    there = [model for model in collection.models.values() if any(model.key in of_column for of_column in cells_of)]
+    measured = [_measured(collection, COLUMNS[name]) for name in table.columns]
+    evaluated = _Evaluated(
+        collection,
+        [Column(name, parts, 100, _DECIMALS[number]) for name, parts in zip(table.columns, measured, strict=True)],
+    )
 
     def matching(row: Row, backbone: str | None) -> list[ReportedModel]:
         if number in MODELS:
-            return [model for model in there if stands_for(model, row.name, rows)]
-        of_row = [model for model in there if plain(model.label) == plain(row.name)]
+            return [model for model in evaluated.models if stands_for(model, row.name, rows)]
+        of_row = [model for model in evaluated.models if plain(model.label) == plain(row.name)]
         return [m for m in of_row if backbone is None or plain(m.backbone or "") == plain(backbone)]
 
     def lines(row: Row, backbones: Sequence[str | None]) -> Iterator[Line]:
         """Yield the paper's row, then ours; several backbones are side by side."""
-        printed: list[Number | None] = []
-        for backbone in backbones:
-            printed += _of_paper(table, row, backbone, _DECIMALS[number])
+        printed = [n for backbone in backbones for n in _of_paper(table, row, backbone, _DECIMALS[number])]
         if any(number is not None for number in printed):
             yield Line(row.name, False, row.section, tuple(printed))
-        of_backbones = [matching(row, backbone) for backbone in backbones]
-        for at in range(max(map(len, of_backbones))):
-            models = [of_one[at] if at < len(of_one) else None for of_one in of_backbones]
-            numbers = [n for model in models for n in _numbers(model, columns, cells_of)]
+        for models in zip_longest(*(matching(row, backbone) for backbone in backbones)):
             present = [model for model in models if model is not None]
             label = present[0].key if len(backbones) == 1 else row.name
-            yield Line(label, True, row.section, tuple(numbers), max(len(model.runs) for model in present))
+            numbers = tuple(n for model in models for n in evaluated.numbers(model))
+            yield Line(label, True, row.section, numbers, max(len(model.runs) for model in present))
 
+    printed_backbones = {plain(backbone) for backbone in table.backbones}
+    extra = dict.fromkeys(model.backbone for model in evaluated.models if model.backbone is not None)
+    backbones = [*table.backbones, *(backbone for backbone in extra if plain(backbone) not in printed_backbones)]
+    parts: list[tuple[str, Sequence[str | None]]] = [
+        (f"Table {number}, {backbone}", [backbone]) for backbone in backbones
+    ]
+    headings = _headings(table.columns)
     if not table.backbones:
-        parts: list[tuple[str, list[str | None]]] = [(f"Table {number}", [None])]
-    else:
-        extra = [model.backbone for model in there if model.backbone is not None]
-        printed_backbones = {plain(backbone) for backbone in table.backbones}
-        backbones = list(dict.fromkeys([*table.backbones, *(b for b in extra if plain(b) not in printed_backbones)]))
-        if number == "3":
-            parts = [("Table 3", [*backbones])]
-        else:
-            parts = [(f"Table {number}, {backbone}", [backbone]) for backbone in backbones]
+        parts = [(f"Table {number}", [None])]
+    elif number == "3":
+        parts = [("Table 3", backbones)]
+        headings = tuple((b, column.removeprefix("FollowIR ")) for b in backbones for column in table.columns)
     for name, of_part in parts:
-        if len(of_part) == 1:
-            headings = _headings(table.columns)
-        else:
-            headings = tuple((str(b), column.removeprefix("FollowIR ")) for b in of_part for column in table.columns)
-        found_lines = [line for row in table.rows for line in lines(row, of_part)]
-        yield Sheet(name, table.title, table.of, headings, tuple(found_lines))
+        yield Sheet(
+            name, table.title, table.of, headings, tuple(line for row in table.rows for line in lines(row, of_part))
+        )
 
 
 def _measured(collection: CombinedResults, parts: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
@@ -279,17 +288,6 @@ def _of_paper(table: PaperTable, row: Row, backbone: str | None, decimals: int) 
     ]
 
 
-def _numbers(
-    model: ReportedModel | None, columns: Sequence[Column], cells_of: Sequence[Mapping[str, Cell]]
-) -> list[Number | None]:
-    return [
-        None
-        if model is None or model.key not in of_column
-        else Number.from_cell(column, of_column[model.key], model.spread(column))
-        for column, of_column in zip(columns, cells_of, strict=True)
-    ]
-
-
 def _headings(titles: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Give columns with the same first word a common heading: `Robust04 MAP` and `Robust04 p-MRR` under `Robust04`."""
     parted = [title.partition(" ")[::2] for title in titles]
@@ -305,7 +303,7 @@ def plain(name: str) -> str:
     return re.sub(r"[^a-z0-9+]", "", name.lower())
 
 
-# ------------------------------------------------------------------------------------------- Markdown, text, CSV, LaTeX
+# ------------------------------------------------------------------------------------------------ Markdown, text, CSV
 
 
 def as_markdown(sheet: Sheet) -> str:
@@ -358,66 +356,6 @@ def as_csv(sheets: Iterable[Sheet]) -> str:
                     }
                     writer.writerow([*place, " ".join(filter(None, column)), *values.values()])
     return text.getvalue()
-
-
-def as_latex(sheets: Iterable[Sheet], note: str) -> str:
-    """Format all tables for `\\input` (packages booktabs and graphicx); ours in bold beside the paper's, without intervals."""
-    parts = [f"% {note}", *(_latex(sheet) for sheet in sheets)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _latex(sheet: Sheet) -> str:
-    wide = len(sheet.columns)
-    lines = []
-    if any(over for over, _ in sheet.columns):
-        spans = [(over, len(list(same))) for over, same in groupby(sheet.columns, key=lambda column: column[0])]
-        lines.append(
-            " & ".join(["", *(f"\\multicolumn{{{n}}}{{c}}{{{_escaped(over)}}}" for over, n in spans)]) + " \\\\"
-        )
-    lines.append(" & ".join([sheet.of, *(_escaped(name) for _, name in sheet.columns)]) + " \\\\")
-    lines.append("\\midrule")
-    for section, of_section in groupby(sheet.lines, key=lambda line: line.section):
-        if section:
-            lines.append(f"\\multicolumn{{{wide + 1}}}{{l}}{{\\textit{{{_escaped(section)}}}}} \\\\")
-        for line in of_section:
-            bold = line.ours and sheet.mixed
-            # A row that begins with a bracket or a star would be an argument of the preceding \\.
-            label = f"\\textbf{{{_escaped(line.label)}}}" if bold else "{}" + _escaped(line.label)
-            lines.append(" & ".join([label, *(_latex_number(n, bold) for n in line.numbers)]) + " \\\\")
-    remarks = [f"\\par\\footnotesize $\\dagger$ {_escaped(remark)}" for remark in sheet.remarks]
-    caption = ": ".join(filter(None, (sheet.name, sheet.title)))
-    return "\n".join(
-        [
-            "\\begin{table}",
-            "\\centering",
-            f"\\caption{{{_escaped(caption)}}}",
-            f"\\resizebox{{\\linewidth}}{{!}}{{\\begin{{tabular}}{{l{'r' * wide}}}",
-            "\\toprule",
-            *lines,
-            "\\bottomrule",
-            "\\end{tabular}}",
-            *remarks,
-            "\\end{table}",
-        ]
-    )
-
-
-def _latex_number(number: Number | None, bold: bool) -> str:
-    if number is None:
-        return "--"
-    value = f"\\textbf{{{number.value}}}" if bold else number.value
-    marks = ("\\dagger" if number.remark else "") + ("*" if number.significant else "")
-    return f"{value}$^{{{marks}}}$" if marks else value
-
-
-_SPECIAL = str.maketrans(
-    {c: f"\\{c}" for c in "&%$#_{}"}
-    | {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "<": "$<$", ">": "$>$"}
-)
-
-
-def _escaped(text: str) -> str:
-    return text.translate(_SPECIAL)
 
 
 def _markdown(number: Number | None) -> str:

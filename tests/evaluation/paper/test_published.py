@@ -94,21 +94,6 @@ def test_tables_2_and_5_agree_where_they_are_not_doubtful():
     assert differing == doubtful_2 == {place for place in doubtful_5 if place[2] != "MAIR nDCG@10"}
 
 
-def test_table_2_is_the_best_of_table_6_by_p_mrr_and_that_is_uni_p_for_two_of_seven_backbones():
-    of_2, of_6 = cells("2")[0], cells("6")[0]
-    best = {}
-    for backbone in TABLES["6"].backbones[:-1]:
-        rows = [row.name for row in TABLES["6"].rows if row.name != "Base"]
-        best[backbone] = max(
-            rows, key=lambda row, b=backbone: (of_6[row, b, "FollowIR p-MRR"], of_6[row, b, "FollowIR score"])
-        )
-        name = "InF-Embed (ModernBERT-base)" if backbone == "ModernBERT" else f"InF-Embed ({backbone})"
-        for column in TABLES["6"].columns:
-            assert of_2[name, "", column] == pytest.approx(of_6[best[backbone], backbone, column], abs=0.0501)
-    assert [b for b, row in best.items() if row == "uni{P}"] == ["Qwen2.5-1.5B-Instruct", "Llama-3.2-1B"]
-    assert best["ModernBERT"] == "multi{P,I,IQ}"
-
-
 def test_table_4_is_of_uni_p():
     assert (
         cells("4")[0]["shared, last, 2 epochs", "", "FollowIR p-MRR"]

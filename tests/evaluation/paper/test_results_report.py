@@ -52,9 +52,9 @@ def page(published):
     return Page((published.path / "report.html").read_text())
 
 
-def test_the_report_is_published_in_four_formats(published, settings):
+def test_the_report_is_published_in_three_formats(published, settings):
     assert {file.name for file in published.path.iterdir()} == {
-        *("report.html", "report.md", "tables.csv", "tables.tex", "manifest.json")
+        *("report.html", "report.md", "tables.csv", "manifest.json")
     }
     assert published.manifest["tables_with_ours"] == ["Table 2", "Table 5"]
     assert not run(settings).fresh

@@ -17,9 +17,9 @@ from aiohttp import web
 DIMENSION = 8
 
 
-def embedding(text: str, kind: str = "") -> list[float]:
+def embedding(text: str) -> list[float]:
     """Return the server's embedding of a text, not normalized."""
-    seed = int.from_bytes(hashlib.sha256(f"{kind}/{text}".encode()).digest()[:8], "big")
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
     return (3 * np.random.default_rng(seed).standard_normal(DIMENSION)).tolist()
 
 
@@ -36,13 +36,12 @@ class Server:
     """Maximum characters of a text."""
     paid: Counter[str] = field(default_factory=Counter)
     """Text -> number of times it was embedded and answered."""
-    tokens: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     in_flight: int = 0
     most_in_flight: int = 0
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/embeddings and POST /v2/embed."""
+        """POST /v1/embeddings."""
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
@@ -55,7 +54,7 @@ class Server:
         self.bodies.append(body)
         if request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": {"message": "Incorrect API key provided."}}, status=401)
-        if not self.paid and body["model"] == "unknown":
+        if body["model"] == "unknown":
             return web.json_response({"error": {"message": "no such model"}}, status=404)
         fault = self.faults.pop(0) if self.faults else ""
         if fault == "429":
@@ -68,25 +67,19 @@ class Server:
             assert request.transport is not None
             request.transport.close()
             return web.Response()
-        cohere = request.path.endswith("/embed")
-        texts = body["texts"] if cohere else body["input"]
+        texts = body["input"]
         if any(len(text) > self.longest or not text for text in texts):
             return web.json_response({"error": {"message": "a text is too long or empty"}}, status=400)
-        vectors = [embedding(text, body.get("input_type", "")) for text in texts]
+        vectors = [embedding(text) for text in texts]
         if fault == "wrong count":
             vectors = vectors[1:]
         if fault == "nan":
             vectors[0][0] = float("nan")
-        tokens = sum(max(1, len(text) // 4) for text in texts)
-        if cohere:
-            answer = {"embeddings": {"float": vectors}, "meta": {"billed_units": {"input_tokens": tokens}}}
-        else:
-            data = [{"index": i, "object": "embedding", "embedding": v} for i, v in enumerate(vectors)]
-            answer = {"data": data[::-1], "model": body["model"], "usage": {"prompt_tokens": tokens}}
+        data = [{"index": i, "object": "embedding", "embedding": v} for i, v in enumerate(vectors)]
+        answer = {"data": data[::-1], "model": body["model"], "usage": {"prompt_tokens": 1, "total_tokens": 1}}
         if fault == "truncated":
             return web.Response(text='{"data": [{"index": 0', content_type="application/json")
         self.paid.update(texts)
-        self.tokens += tokens
         return web.json_response(answer)
 
 
@@ -97,7 +90,7 @@ def serving() -> Iterator[Server]:
 
     async def start() -> web.AppRunner:
         application = web.Application(client_max_size=2**26)
-        application.add_routes([web.post("/v1/embeddings", server.handle), web.post("/v2/embed", server.handle)])
+        application.add_routes([web.post("/v1/embeddings", server.handle)])
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=0)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
