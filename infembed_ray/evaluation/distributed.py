@@ -19,8 +19,7 @@ from ray.data import ActorPoolStrategy
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import obedience, obedience_gates, results, tables
-from infembed_ray.evaluation.chunks import Chunk, Pairs, Passages, Queries, shared
-from infembed_ray.evaluation.differences import Differences
+from infembed_ray.evaluation.chunks import Chunk, of_pairs, of_passages, of_queries, shared
 from infembed_ray.evaluation.embeddings import Store
 from infembed_ray.evaluation.inputs import (
     ENCODER_KINDS,
@@ -68,12 +67,11 @@ def run(settings: EvaluateSettings) -> steps.Published:
     sizes = counted(queries, "query", "queries"), counted(passages, "passage")
     say("evaluate: " + ", ".join((counted(len(inputs.models), "model"), counted(len(inputs.tasks), "task"), *sizes)))
     with step.publish() as staging:
-        differences = Differences()
-        figures = _evaluate(settings, inputs, staging.path / runs.RUNS, differences)
+        figures = _evaluate(settings, inputs, staging.path / runs.RUNS)
         staging.counts = {"tasks": len(inputs.tasks), "queries": queries, "passages": passages}
         staging.facts = {"figures": figures.figures}
         results.write(staging.path, figures)
-        report = of_evaluation(settings.output, figures, differences.largest(inputs.tasks, figures))
+        report = of_evaluation(settings.output, figures)
         (staging.path / tables.TABLE_FILE).write_text(report.as_markdown(with_paper=False), encoding="utf-8")
         (staging.path / tables.REPORT_FILE).write_text(report.as_html(), encoding="utf-8")
     say(report.as_text())
@@ -81,9 +79,7 @@ def run(settings: EvaluateSettings) -> steps.Published:
     return published
 
 
-def _evaluate(
-    settings: EvaluateSettings, inputs: EvaluationInputs, directory: Path, differences: Differences
-) -> Results:
+def _evaluate(settings: EvaluateSettings, inputs: EvaluationInputs, directory: Path) -> Results:
     """Rank and score all tasks by all models; the runs go to a directory."""
     scores: dict[str, dict[str, Scores]] = {}
     obeyed: dict[str, dict[str, Obedience]] = {}
@@ -98,7 +94,6 @@ def _evaluate(
             if model.label == settings.first_stage:
                 first[task.name] = {q.id: list(ranks(run[q.id]))[: settings.rerank] for q in asking.queries}
             scores[model.label][task.name] = score(task, run)
-            differences.add(model.label, task, run)
             runs.write(directory, model.label, task.name, run)
             if task.name in controls:
                 obeyed.setdefault(model.label, {})[task.name] = controls[task.name].measure(task, run)
@@ -141,9 +136,9 @@ def _rankings(
 def _encode_and_search(
     settings: EvaluateSettings, inputs: EvaluationInputs, model: EvaluatedModel
 ) -> Iterator[tuple[Task, Run]]:
-    passages = {task.name: Passages.divide(task.corpus_file) for task in inputs.tasks}
-    queries = {task.name: Queries.divide(task.queries) for task in inputs.tasks}
-    chunks: list[Chunk] = [*_flat(passages.values()), *_flat(queries.values())]
+    passages = {task.name: of_passages(task.corpus_file) for task in inputs.tasks}
+    queries = {task.name: of_queries(task.queries) for task in inputs.tasks}
+    chunks = [*_flat(passages.values()), *_flat(queries.values())]
     files = _compute_chunks("encode", settings, model, chunks, inputs.store)
     with track(f"search {model.label}", inputs.size[0]) as advance:
         for task in inputs.tasks:
@@ -171,13 +166,13 @@ def _rerank(
     settings: EvaluateSettings, inputs: EvaluationInputs, model: EvaluatedModel, first: FirstStage
 ) -> Iterator[tuple[Task, Run]]:
     """Score every query's candidates, or the first stage's top documents if the task has no candidates to re-rank."""
-    pairs: dict[str, list[Pairs]] = {}
+    pairs: dict[str, list[Chunk]] = {}
     for task in inputs.tasks:
         candidates = (task.candidates or {}) if task.has_candidates(settings.depth) else first[task.name]
         wanted = [set(candidates[query.id]) - task.excluded.get(query.id, frozenset()) for query in task.queries]
         rows = rows_of(task.corpus["id"], wanted)
         divided = zip(task.queries, rows, strict=True)
-        pairs[task.name] = _flat(Pairs.divide(query, task.corpus_file, own.tolist()) for query, own in divided)
+        pairs[task.name] = _flat(of_pairs(query, task.corpus_file, own.tolist()) for query, own in divided)
     files = _compute_chunks("rerank", settings, model, _flat(pairs.values()), inputs.store)
     for task in inputs.tasks:
         run: dict[str, dict[str, float]] = {query.id: {} for query in task.queries}
@@ -185,7 +180,7 @@ def _rerank(
         stored = Store.read_all([(files[chunk], chunk.size) for chunk in pairs[task.name]])
         for chunk, scores in zip(pairs[task.name], stored, strict=True):
             documents = [ids[row].as_py() for row in chunk.rows]  # `take` copies the whole column
-            run[chunk.query.id] |= zip(documents, scores.tolist(), strict=True)
+            run[chunk.queries[0].id] |= zip(documents, scores.tolist(), strict=True)
         yield task, run
 
 

@@ -44,6 +44,8 @@ _SEED = 42
 _GENERIC = ("Find passages that answer the query.", "Retrieve the documents that are relevant to this question.")
 _PARAPHRASE = "Here is what I am looking for. {instruction} Please keep that in mind."
 
+Pair = tuple[str, str]
+"""Ids of a query and of the same query under the changed instruction."""
 Asked = Mapping[str, str]
 """Query id -> id of the query whose ranking is used instead of its own."""
 
@@ -64,23 +66,41 @@ class Controls:
         pairs = pairs_of(task.changes)
         if not pairs:
             return None
-        asks = _Asks(task)
-        own = {pair: tuple(asks.query_of[query].instruction for query in pair) for pair in pairs}
-        asked: dict[str, list[Asked]] = {
+        query_of = {query.id: query for query in task.queries}
+        own = {pair: tuple(query_of[query].instruction for query in pair) for pair in pairs}
+        further: dict[str, Query] = {}
+        twins: dict[str, str] = {}
+
+        def ask(condition: str, instructions: Mapping[Pair, Sequence[str | None]]) -> dict[str, str]:
+            """Ask the queries of each pair under two other instructions."""
+            asked = {}
+            for pair, both in instructions.items():
+                for query, instruction in zip(pair, both, strict=True):
+                    asked[query] = name = f"{query}~{condition.replace(' ', '-')}"
+                    further[name] = replace(query_of[query], id=name, instruction=instruction)
+                    twins[name] = query
+            return asked
+
+        plain = ask(QUERY_ONLY, dict.fromkeys(pairs, (None, None)))
+        for a, b in pairs:
+            if query_of[a].query == query_of[b].query:  # one ranking of both, so that p-MRR is exactly 0
+                del further[plain[b]], twins[plain[b]]
+                plain[b] = plain[a]
+        shuffled = [
+            ask(f"{SHUFFLED}-{number}", {pair: own[foreign[pair]] for pair in pairs})
+            for number, foreign in enumerate(_foreign(pairs), start=1)
+        ]
+        asked: dict[str, Sequence[Asked]] = {
             AS_GIVEN: [{query: query for pair in pairs for query in pair}],
-            QUERY_ONLY: [_merged(asks.without(pair) for pair in pairs)],
-            GENERIC: [_merged(asks.both(GENERIC, pair, _GENERIC) for pair in pairs)],
-            SHUFFLED: [],
+            QUERY_ONLY: [plain],
+            GENERIC: [ask(GENERIC, dict.fromkeys(pairs, _GENERIC))],
+            SHUFFLED: shuffled,
             INVERTED: [{query: other for a, b in pairs for query, other in ((a, b), (b, a))}],
-            PARAPHRASED: [_merged(asks.both(PARAPHRASED, p, [_paraphrase(i) for i in own[p]]) for p in pairs)],
+            PARAPHRASED: [
+                ask(PARAPHRASED, {pair: [i and _PARAPHRASE.format(instruction=i) for i in own[pair]] for pair in pairs})
+            ],
         }
-        for number, foreign in enumerate(_foreign(pairs), start=1):
-            asked[SHUFFLED].append(
-                _merged(asks.both(f"{SHUFFLED}-{number}", pair, own[foreign[pair]]) for pair in pairs)
-            )
-        queries = tuple(query for query, _ in asks.made.values())
-        twins = {name: twin for name, (_, twin) in asks.made.items()}
-        return cls(queries, twins, {condition: several for condition, several in asked.items() if several})
+        return cls(tuple(further.values()), twins, {name: several for name, several in asked.items() if several})
 
     def ask(self, task: Task) -> Task:
         """Return the task with the further queries, to be ranked like its own."""
@@ -114,34 +134,9 @@ class Controls:
         return {c: _averaged([_figures(task, own) for own in several]) for c, several in runs.items()}
 
 
-class _Asks:
-    """Collects the further queries of a task."""
-
-    def __init__(self, task: Task) -> None:
-        self.query_of = {query.id: query for query in task.queries}
-        self.made: dict[str, tuple[Query, str]] = {}
-
-    def ask(self, twin: str, condition: str, instruction: str | None) -> str:
-        name = f"{twin}~{condition.replace(' ', '-')}"
-        self.made[name] = (replace(self.query_of[twin], id=name, instruction=instruction), twin)
-        return name
-
-    def both(self, condition: str, pair: tuple[str, str], instructions: Sequence[str | None]) -> Asked:
-        return {query: self.ask(query, condition, i) for query, i in zip(pair, instructions, strict=True)}
-
-    def without(self, pair: tuple[str, str]) -> Asked:
-        """Ask without instruction: once if both queries have the same text."""
-        asked = self.both(QUERY_ONLY, pair, (None, None))
-        first, second = pair
-        if self.query_of[first].query == self.query_of[second].query:
-            del self.made[asked[second]]
-            return dict.fromkeys(pair, asked[first])
-        return asked
-
-
-def pairs_of(changes: Iterable[Change]) -> list[tuple[str, str]]:
+def pairs_of(changes: Iterable[Change]) -> list[Pair]:
     """Return the (original, changed) queries of changes; two changes in opposite directions are one pair."""
-    pairs: dict[tuple[str, str], None] = {}
+    pairs: dict[Pair, None] = {}
     for change in changes:
         if change.documents and (change.changed, change.original) not in pairs:
             pairs[change.original, change.changed] = None
@@ -156,19 +151,11 @@ def word_overlap(task: Task, depth: int) -> float | None:
     return fmean(values) if values else None
 
 
-def _paraphrase(instruction: str | None) -> str | None:
-    return None if instruction is None else _PARAPHRASE.format(instruction=instruction)
-
-
-def _foreign(pairs: Sequence[tuple[str, str]]) -> list[Mapping[tuple[str, str], tuple[str, str]]]:
+def _foreign(pairs: Sequence[Pair]) -> list[Mapping[Pair, Pair]]:
     """Give each pair another one, in up to `_SHUFFLES` ways; none of a single pair."""
     order = random.Random(_SEED).sample(pairs, len(pairs))
     shifts = range(1, min(_SHUFFLES, len(pairs) - 1) + 1)
     return [dict(zip(order, [*order[shift:], *order[:shift]], strict=True)) for shift in shifts]
-
-
-def _merged(parts: Iterable[Asked]) -> Asked:
-    return {query: name for part in parts for query, name in part.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------- figures

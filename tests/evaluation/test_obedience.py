@@ -84,10 +84,6 @@ def test_every_condition_asks_what_its_name_says():
     assert len(set(foreign)) == 4
 
 
-def test_the_controls_of_a_task_do_not_change():
-    assert Controls.from_task(TASK) == CONTROLS
-
-
 def test_further_queries_have_the_candidates_and_exclusions_of_their_twins():
     own = {query.id: [query.id, "distractor/0"] for query in TASK.queries if query.id in TASK.corpus["id"].to_pylist()}
     own |= {query.id: ["distractor/1"] for query in TASK.queries if query.id not in own}

@@ -91,11 +91,6 @@ def test_averages_of_a_benchmark_are_unweighted_means_of_its_tasks():
     assert dict(score.parts) == BENCHMARKS["followir"].averages["score"]
 
 
-def test_an_average_needs_all_tasks_of_its_benchmark():
-    found = results({"followir/core17": FIGURES}, ["base"])
-    assert [column.title for column in columns(found)["FollowIR"]] == ["Core17 p-MRR x100", "Core17 nDCG@10 (I-,Q+)"]
-
-
 def test_a_figure_without_values_is_not_available():
     found = results({"records": FIGURES}, ["base", "other"], empty=["p-MRR"])
     assert as_text(found).splitlines()[4].split()[:2] == ["other", "n/a"]

@@ -255,7 +255,7 @@ def test_a_report_shows_its_models_and_is_finished_after_its_run(shown, tmp_path
     status, out, err = shown("report", *given)
     assert (status, err) == (0, [])
     assert "results: models 3, tasks 1; ours in no row" in out
-    assert "unfiltered=his: no output has this label" in shown("report", *given, "unfiltered=[his]")[2][0]
+    assert "rows.his: no model has this name" in shown("report", *given, "rows.his=monobert")[2][0]
     paper_report.run(ReportSettings.load(None, given))
     assert "nothing to do" in shown("report", *given)[1]
 

@@ -20,8 +20,14 @@ class Printed:
     """The correct value; None if the paper has none."""
     printed: str | None = None
     """The paper's print, if it is known to be wrong."""
-    remark: str | None = None
+    why: str | None = None
     """Reason of the correction, or what the number contradicts."""
+
+    @property
+    def remark(self) -> str | None:
+        """The correction or the doubt in words."""
+        state = f"printed {self.printed}, read as {self.value}" if self.printed else "doubtful"
+        return f"{state}: {self.why}" if self.why else None
 
 
 @dataclass(frozen=True)

@@ -15,20 +15,18 @@ from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import tables
 from infembed_ray.evaluation.paper.collection import BASE, PER_SEED, CombinedResults, ReportedModel
-from infembed_ray.evaluation.paper.published import COLUMNS, TABLES, PaperTable, Row
+from infembed_ray.evaluation.paper.published import COLUMNS, TABLES, Row
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.scoring import Scores
 from infembed_ray.evaluation.significance import Compared, Stratum, compare
 from infembed_ray.evaluation.tables import MARK, WIDTH, Cell, Column
 from infembed_ray.evaluation.tasks.catalogue import AS_PAPER
 
-_DECIMALS = {"2": 1, "3": 2, "4": 2, "5": 1, "6": 2}
-"""Decimals of each table in the paper."""
 CONTROLLED = "condition"
 """Kind of the rows of a table of controls, whose sections are models."""
 _CONTROL_NOTE = "Means x100 and 95% intervals over queries, under control instructions; the end of this page explains conditions and figures"
 MODELS = ("2", "5")
-"""Tables whose rows are models; rows of the other tables are rows of sweeps."""
+"""Tables whose rows are models, in one decimal; rows of the other tables are rows of sweeps, in two decimals."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +39,13 @@ class Number:
     stdev_over_seeds: str | None = None
     difference: str | None = None
     """Difference to the baseline, with its sign."""
-    difference_low: str | None = None
-    difference_high: str | None = None
-    p: float | None = None
     p_holm: float | None = None
     significant: bool = False
-    printed: str | None = None
-    """The paper's print, if it is known to be wrong."""
     remark: str | None = None
+    """What is wrong or doubtful in the paper's print."""
 
     @classmethod
-    def from_cell(cls, column: Column, cell: Cell, spread: float | None) -> Number:
+    def from_cell(cls, column: Column, cell: Cell, spread: float | None = None) -> Number:
         """Format one of our cells."""
         mean, delta = cell.compared.mean, cell.compared.difference
         return cls(
@@ -60,9 +54,6 @@ class Number:
             high=column.number(mean.high),
             stdev_over_seeds=None if spread is None else column.number(spread),
             difference=None if delta is None else column.number(delta.value, sign=True),
-            difference_low=None if delta is None else column.number(delta.low, sign=True),
-            difference_high=None if delta is None else column.number(delta.high, sign=True),
-            p=cell.compared.p,
             p_holm=cell.adjusted,
             significant=cell.significant,
         )
@@ -106,31 +97,19 @@ class Sheet:
         return self.ours and any(not line.ours for line in self.lines)
 
     @property
+    def titles(self) -> list[str]:
+        """The names of its columns, each with its heading."""
+        return [" ".join(filter(None, column)) for column in self.columns]
+
+    @property
     def remarks(self) -> list[str]:
         """Corrections and doubts of the paper's numbers."""
         places: dict[tuple[str, str], list[str]] = {}
         for line in self.lines:
-            for number, column in zip(line.numbers, self.columns, strict=True):
+            for number, title in zip(line.numbers, self.titles, strict=True):
                 if number is not None and number.remark is not None:
-                    state = f"printed {number.printed}, read as {number.value}" if number.printed else "doubtful"
-                    place = " ".join(filter(None, column))
-                    places.setdefault((line.label, f"{state}: {number.remark}"), []).append(place)
+                    places.setdefault((line.label, number.remark), []).append(title)
         return [f"{row}, {', '.join(columns)}: {remark}" for (row, remark), columns in places.items()]
-
-
-def ours(collection: CombinedResults) -> list[Sheet]:
-    """Make one table per benchmark, with all models that were evaluated on it; a sweep's models are grouped by backbone."""
-    sheets = []
-    for benchmark, columns in tables.columns(collection.results).items():
-        evaluated = _Evaluated(collection, columns)
-        lines = [
-            Line(model.shown, True, model.backbone or "", evaluated.numbers(model), len(model.runs))
-            for backbone in dict.fromkeys(model.backbone for model in evaluated.models)
-            for model in evaluated.models
-            if model.backbone == backbone
-        ]
-        sheets.append(Sheet(benchmark, "", "model", _headings([column.title for column in columns]), tuple(lines)))
-    return sheets
 
 
 class _Evaluated:
@@ -147,6 +126,20 @@ class _Evaluated:
             else Number.from_cell(column, cell_of[model.key], model.spread(column))
             for column, cell_of in self._columns
         )
+
+
+def ours(collection: CombinedResults) -> list[Sheet]:
+    """Make one table per benchmark, with all models that were evaluated on it; a sweep's models are grouped by backbone."""
+    sheets = []
+    for benchmark, columns in tables.columns(collection.results).items():
+        evaluated = _Evaluated(collection, columns)
+        backbones = list(dict.fromkeys(model.backbone for model in evaluated.models))
+        lines = [
+            Line(model.shown, True, model.backbone or "", evaluated.numbers(model), len(model.runs))
+            for model in sorted(evaluated.models, key=lambda model: backbones.index(model.backbone))
+        ]
+        sheets.append(Sheet(benchmark, "", "model", _headings([column.title for column in columns]), tuple(lines)))
+    return sheets
 
 
 def obedience(collection: CombinedResults) -> list[Sheet]:
@@ -184,7 +177,7 @@ def _controls(
         values = np.array([[asked[label][figure][query] for label in labels] for query in queries])
         cells = compare([Stratum.from_values(values, [groups.get(query, query) for query in queries])])
         for label, cell in zip(labels, cells, strict=True):
-            number_of[label] = Number.from_cell(column, Cell(Compared(cell.mean)), None)
+            number_of[label] = Number.from_cell(column, Cell(Compared(cell.mean)))
     return number_of
 
 
@@ -216,24 +209,33 @@ def stands_for(model: ReportedModel, row: str, rows: Mapping[str, str]) -> bool:
         return given == row
     if model.backbone is not None:
         return model.label == BASE and plain(model.backbone) == plain(row)
-    names = [model.label, *(name for name, entry in baselines.entries().items() if entry.rows and _is(model, entry))]
+    names = [model.label, *(name for name, entry in baselines.entries().items() if _is(model, entry))]
     return plain(row) in map(plain, names)
 
 
 def _is(model: ReportedModel, entry: baselines.Baseline) -> bool:
     """Whether the model is this baseline, with the same weights, prompts, pooling and lengths."""
     about, settings = model.about, entry.settings.model_dump(mode="json", exclude_defaults=True)
-    compared = type(entry.settings).model_fields.keys() - {"dtype", "api", *PER_SEED}
+    compared = type(entry.settings).model_fields.keys() - {"dtype", "endpoint", *PER_SEED}
     return about["model"][0] == settings.get("model") and all(about.get(n) == settings.get(n) for n in compared)
 
 
 def _paper_sheets(number: str, collection: CombinedResults, rows: Mapping[str, str]) -> Iterator[Sheet]:
-    table = TABLES[number]
-    measured = [_measured(collection, COLUMNS[name]) for name in table.columns]
-    evaluated = _Evaluated(
-        collection,
-        [Column(name, parts, 100, _DECIMALS[number]) for name, parts in zip(table.columns, measured, strict=True)],
-    )
+    table, decimals = TABLES[number], 1 if number in MODELS else 2
+    parts = [_measured(collection, COLUMNS[name]) for name in table.columns]
+    columns = [Column(name, of_name, 100, decimals) for name, of_name in zip(table.columns, parts, strict=True)]
+    evaluated = _Evaluated(collection, columns)
+
+    def printed(row: Row, backbone: str | None) -> list[Number | None]:
+        """Format a row's numbers of one backbone; None for backbones that are not in the paper."""
+        wide = len(table.columns)
+        if backbone is not None and backbone not in table.backbones:
+            return [None] * wide
+        at = 0 if backbone is None else table.backbones.index(backbone) * wide
+        return [
+            None if n.value is None else Number(f"{n.value:.{decimals}f}", remark=n.remark)
+            for n in row.numbers[at : at + wide]
+        ]
 
     def matching(row: Row, backbone: str | None) -> list[ReportedModel]:
         if number in MODELS:
@@ -243,49 +245,33 @@ def _paper_sheets(number: str, collection: CombinedResults, rows: Mapping[str, s
 
     def lines(row: Row, backbones: Sequence[str | None]) -> Iterator[Line]:
         """Yield the paper's row, then ours; several backbones are side by side."""
-        printed = [n for backbone in backbones for n in _of_paper(table, row, backbone, _DECIMALS[number])]
-        if any(number is not None for number in printed):
-            yield Line(row.name, False, row.section, tuple(printed))
+        of_paper = [n for backbone in backbones for n in printed(row, backbone)]
+        if any(number is not None for number in of_paper):
+            yield Line(row.name, False, row.section, tuple(of_paper))
         for models in zip_longest(*(matching(row, backbone) for backbone in backbones)):
             present = [model for model in models if model is not None]
             label = present[0].key if len(backbones) == 1 else row.name
             numbers = tuple(n for model in models for n in evaluated.numbers(model))
             yield Line(label, True, row.section, numbers, max(len(model.runs) for model in present))
 
-    printed_backbones = {plain(backbone) for backbone in table.backbones}
+    headings, printed_backbones = _headings(table.columns), set(map(plain, table.backbones))
     extra = dict.fromkeys(model.backbone for model in evaluated.models if model.backbone is not None)
     backbones = [*table.backbones, *(backbone for backbone in extra if plain(backbone) not in printed_backbones)]
-    parts: list[tuple[str, Sequence[str | None]]] = [
-        (f"Table {number}, {backbone}", [backbone]) for backbone in backbones
-    ]
-    headings = _headings(table.columns)
+    sides: dict[str, Sequence[str | None]] = {f"Table {number}, {backbone}": [backbone] for backbone in backbones}
     if not table.backbones:
-        parts = [(f"Table {number}", [None])]
+        sides = {f"Table {number}": [None]}
     elif number == "3":
-        parts = [("Table 3", backbones)]
+        sides = {"Table 3": backbones}
         headings = tuple((b, column.removeprefix("FollowIR ")) for b in backbones for column in table.columns)
-    for name, of_part in parts:
-        yield Sheet(
-            name, table.title, table.of, headings, tuple(line for row in table.rows for line in lines(row, of_part))
-        )
+    for name, side in sides.items():
+        of_side = tuple(line for row in table.rows for line in lines(row, side))
+        yield Sheet(name, table.title, table.of, headings, of_side)
 
 
 def _measured(collection: CombinedResults, parts: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
     """Return the tasks that stand for those of the paper: under its own protocol, if they were evaluated so."""
     as_paper = tuple((f"{task}{AS_PAPER}", figure) for task, figure in parts)
     return as_paper if all(task in collection.results.tasks for task, _ in as_paper) else parts
-
-
-def _of_paper(table: PaperTable, row: Row, backbone: str | None, decimals: int) -> list[Number | None]:
-    """Return a row's numbers for one backbone; None for backbones that are not in the paper."""
-    wide = len(table.columns)
-    if backbone is not None and backbone not in table.backbones:
-        return [None] * wide
-    at = 0 if backbone is None else table.backbones.index(backbone) * wide
-    return [
-        None if n.value is None else Number(f"{n.value:.{decimals}f}", printed=n.printed, remark=n.remark)
-        for n in row.numbers[at : at + wide]
-    ]
 
 
 def _headings(titles: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -308,54 +294,18 @@ def plain(name: str) -> str:
 
 def as_markdown(sheet: Sheet) -> str:
     """Format a table, ours in bold beside the paper's, with remarks on errors in the paper's print."""
-    above = [over for over, _ in sheet.columns]
-    header = [sheet.of, *(" ".join(filter(None, (over, name))) for over, name in sheet.columns)]
-    rows = [header, ["---"] + ["---:"] * len(above)]
+    wide = len(sheet.columns)
+    rows = [[sheet.of, *sheet.titles], ["---"] + ["---:"] * wide]
     for section, lines in groupby(sheet.lines, key=lambda line: line.section):
         if section:
-            rows.append([f"*{section}*"] + [""] * len(above))
+            rows.append([f"*{section}*"] + [""] * wide)
         for line in lines:
-            label = (f"**{line.label}**" if line.ours and sheet.mixed else line.label) + _seeds(line)
-            rows.append([label, *(_markdown(number) for number in line.numbers)])
+            label = f"**{line.label}**" if line.ours and sheet.mixed else line.label
+            label += f" ({line.seeds} seeds)" if line.seeds > 1 else ""
+            rows.append([label, *map(_markdown, line.numbers)])
     table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     remarks = [f"- † {remark}" for remark in sheet.remarks]
     return "\n".join([*table, *(["", *remarks] if remarks else [])])
-
-
-def as_text(sheet: Sheet) -> str:
-    """Format means and differences for a terminal or a log, in tables of at most `WIDTH` characters per line."""
-    header = [sheet.of, *(" ".join(filter(None, column)) for column in sheet.columns)]
-    rows = [header, *([line.label, *map(_as_text, line.numbers)] for line in sheet.lines)]
-    first, *others = [[cell.ljust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
-    parts = [[first]]
-    for column in others:  # each part begins with the labels
-        if len(parts[-1]) > 1 and sum(len(c[0]) + 2 for c in parts[-1]) + len(column[0]) > WIDTH:
-            parts.append([first])
-        parts[-1].append(column)
-    blocks = []
-    for part in parts:
-        lines = ["  ".join(row).rstrip() for row in zip(*part, strict=True)]
-        rule = "  ".join("-" * len(column[0]) for column in part)
-        blocks.append("\n".join([sheet.name, lines[0], rule, *lines[1:]]))
-    return "\n\n".join(blocks)
-
-
-def as_csv(sheets: Iterable[Sheet]) -> str:
-    """Format all tables as one, with one line per number."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["table", "section", "row", "source", "seeds", "column", *(field.name for field in fields(Number))])
-    for sheet in sheets:
-        for line in sheet.lines:
-            source = "ours" if line.ours else "paper"
-            for number, column in zip(line.numbers, sheet.columns, strict=True):
-                if number is not None:
-                    place = (sheet.name, line.section, line.label, source, line.seeds if line.ours else "")
-                    values = asdict(number) | {
-                        "significant": None if number.p is None else str(number.significant).lower()
-                    }
-                    writer.writerow([*place, " ".join(filter(None, column)), *values.values()])
-    return text.getvalue()
 
 
 def _markdown(number: Number | None) -> str:
@@ -371,11 +321,37 @@ def _markdown(number: Number | None) -> str:
     return " ".join(parts)
 
 
-def _as_text(number: Number | None) -> str:
+def as_text(sheet: Sheet) -> str:
+    """Format means and differences for a terminal or a log, in tables of at most `WIDTH` characters per line."""
+    rows = [[sheet.of, *sheet.titles], *([line.label, *map(_text, line.numbers)] for line in sheet.lines)]
+    first, *others = [[cell.ljust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
+    parts = [[first]]
+    for column in others:  # each part begins with the labels
+        if len(parts[-1]) > 1 and sum(len(c[0]) + 2 for c in parts[-1]) + len(column[0]) > WIDTH:
+            parts.append([first])
+        parts[-1].append(column)
+    blocks = []
+    for part in parts:
+        header, *lines = ["  ".join(row).rstrip() for row in zip(*part, strict=True)]
+        blocks.append("\n".join([sheet.name, header, "  ".join("-" * len(column[0]) for column in part), *lines]))
+    return "\n\n".join(blocks)
+
+
+def _text(number: Number | None) -> str:
     if number is None:
         return "n/a"
     return " ".join(filter(None, (number.value, number.difference))) + (MARK if number.significant else "")
 
 
-def _seeds(line: Line) -> str:
-    return f" ({line.seeds} seeds)" if line.seeds > 1 else ""
+def as_csv(sheets: Iterable[Sheet]) -> str:
+    """Format all tables as one, with one line per number."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["table", "section", "row", "source", "seeds", "column", *(field.name for field in fields(Number))])
+    for sheet in sheets:
+        for line in sheet.lines:
+            place = [sheet.name, line.section, line.label, *(("ours", line.seeds) if line.ours else ("paper", ""))]
+            for number, title in zip(line.numbers, sheet.titles, strict=True):
+                if number is not None:
+                    writer.writerow([*place, title, *asdict(number).values()])
+    return text.getvalue()

@@ -46,8 +46,6 @@ class Baseline:
     name: str
     values: Mapping[str, Any]
     """Its settings as the file has them."""
-    rows: tuple[str, ...]
-    """Its rows in the paper's Tables 2 and 5; none for newer models."""
     source: str
     """Source of prompts, pooling and lengths, and what is uncertain about them."""
 
@@ -62,7 +60,7 @@ def entries() -> Mapping[str, Baseline]:
     """Read the baselines, by name."""
     listed: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     return {
-        name: Baseline(name, values, tuple(values.pop("rows", ())), values.pop("source"))
+        name: Baseline(name, values, values.pop("source"))
         for name, values in ((name, dict(values)) for name, values in listed.items())
     }
 

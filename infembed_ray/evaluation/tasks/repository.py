@@ -190,21 +190,12 @@ def downloaded(name: str, task: str, revision: str | None = None, parts: Sequenc
     Raises:
         InputError: the hub does not provide it.
     """
-    from huggingface_hub import hf_hub_download, snapshot_download  # takes half a second
+    from huggingface_hub import snapshot_download  # takes half a second
     from huggingface_hub.errors import HTTPError
 
+    wanted = [CARD, *_patterns(parts)] if parts else None
     try:
-        card_file = hf_hub_download(name, CARD, repo_type="dataset", revision=revision)
-        card = configs(Path(card_file).read_text("utf-8"), f"tasks={task}: {name}/{CARD}")
-        read = parts or [(config, None) for config in card]
-        patterns = [
-            pattern
-            for config, wanted in read
-            for split, files in card.get(config, {}).items()
-            if wanted in (None, split)
-            for pattern in files
-        ]
-        path = Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=[CARD, *patterns]))
+        path = Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=wanted))
     except (OSError, HTTPError) as error:
         raise InputError.of(
             "tasks",
@@ -216,11 +207,14 @@ def downloaded(name: str, task: str, revision: str | None = None, parts: Sequenc
     return Repository(path, name, task, revision, parts)
 
 
+def _patterns(parts: Sequence[Part]) -> list[str]:
+    return list(dict.fromkeys(f"*{split or config}*" for config, split in parts))
+
+
 def download_command(name: str, directory: Place, revision: str | None, parts: Sequence[Part]) -> str:
     """Return the command that downloads a repository, or what a task reads of it, to a directory."""
     words = ["hf download", name, "--repo-type dataset", *([f"--revision {revision}"] if revision else [])]
-    included = dict.fromkeys(f"'*{split or config}*'" for config, split in parts)
-    words += [f"--include {CARD}", *(f"--include {pattern}" for pattern in included)] if included else []
+    words += [f"--include {CARD}", *(f"--include '{pattern}'" for pattern in _patterns(parts))] if parts else []
     return " ".join([*words, f"--local-dir {directory}"])
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.paper.published import TABLES
+from infembed_ray.evaluation.paper.sheets import plain
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.formats import fill, passage_text, query_text
@@ -56,7 +57,7 @@ def test_tables_2_and_5_are_complete():
     rows = {row.name for number in ("2", "5") for row in TABLES[number].rows}
     trained = {row for row in rows if row.startswith("InF-Embed (")}
     unloadable = {"tart-contriever", "tart-flan-t5-xl", "NV-Embed-v1", "google-gecko", "cohere-embed-english-v3.0"}
-    assert {row for name in baselines.entries() for row in entry(name).rows} == rows - trained - unloadable
+    assert {plain(row) for row in rows - trained - unloadable} <= set(map(plain, baselines.entries()))
 
 
 @pytest.mark.parametrize("name", baselines.entries())

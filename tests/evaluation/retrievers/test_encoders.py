@@ -168,12 +168,6 @@ def test_an_encoder_decoder_is_not_an_encoder(tmp_path):
         load(model=tiny.t5(tmp_path), **E5)
 
 
-def test_no_texts_have_no_embeddings(minilm):
-    for kind in ("encoder", "sentence_transformers"):
-        encoder = load(kind=kind, model=minilm, **E5)
-        assert len(encoder.encode_queries([])) == len(encoder.encode_passages([])) == 0
-
-
 def test_a_missing_package_is_named_before_work_starts(minilm, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     settings = baselines.resolve("x", {"kind": "sentence_transformers", "model": minilm, **E5})

@@ -68,12 +68,6 @@ def test_a_task_whose_data_are_missing_says_which_command_fetches_them(tmp_path:
         catalogue.load("bright/pony", str(tmp_path))
 
 
-def test_a_task_names_its_repositories(mirror: str) -> None:
-    assert catalogue.load("mair/dd-15", mirror).about == {
-        "repositories": {published.MAIR_QUERIES: None, published.MAIR_DOCS: None}
-    }
-
-
 # ---------- Published tasks by name.
 
 
