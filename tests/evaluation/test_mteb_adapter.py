@@ -146,17 +146,6 @@ def test_followir_agrees_with_mteb(name, mirror, encoder):
     assert abs(both - averages[beside.name]) > 1e-3
 
 
-def test_mair_agrees_with_a_task_of_mteb_over_the_same_files(mirror, encoder):
-    task = catalogue.load("mair/dd-15", str(mirror))
-    other = in_mteb("mair/dd-15", mirror)
-    scores = theirs(other, encoder)
-    run, found = ours(task, encoder)
-    assert_same_rankings(run, other.run)
-    assert_same_values(task, run, other.seen)
-    assert means(found)["nDCG@10"] == pytest.approx(scores["ndcg_at_10"], abs=ROUNDING)
-    assert 0.1 < scores["ndcg_at_10"] < 1
-
-
 @pytest.mark.parametrize("subset", ["biology", "leetcode"])
 def test_bright_agrees_with_version_1_1_of_mteb(subset, mirror, encoder):
     task = catalogue.load(f"bright/{subset}", str(mirror))
