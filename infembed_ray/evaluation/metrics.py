@@ -63,18 +63,16 @@ def parse(measure: str) -> ir_measures.Measure:
     Raises:
         InputError: there is no such measure, its cut-off is missing or below 1, or a library that it needs is missing.
     """
-    name = family(measure)
+    name, remedy = family(measure), "write it like nDCG@10, P(rel=2)@5 or bpref"
     if name.lower() not in _NAMES:
-        raise InputError(f"measures={measure}: no measure of ir_measures; {nearest(name, _NAMES.values())}")
+        raise InputError.of("measures", measure, "no measure of ir_measures", nearest(name, _NAMES.values()))
     try:
         parsed = ir_measures.parse_measure(_NAMES[name.lower()] + measure[len(name) :])
         usable = ir_measures.DefaultPipeline.supports(parsed)
     except (ValueError, TypeError, AssertionError) as error:
-        raise InputError(f"measures={measure}: {error}; write it like nDCG@10, P(rel=2)@5 or bpref") from error
+        raise InputError.of("measures", measure, str(error), remedy) from error
     if not usable or parsed.params.get("cutoff", 1) < 1:  # at 0 pytrec_eval aborts the process
-        raise InputError(
-            f"measures={measure}: cannot be computed with these parameters; write it like nDCG@10 or bpref"
-        )
+        raise InputError.of("measures", measure, "cannot be computed with these parameters", remedy)
     return parsed
 
 
@@ -115,12 +113,7 @@ def trec_measures(qrels: Qrels, run: Run, measures: Sequence[str]) -> dict[str, 
 
 
 def robustness(values: Mapping[str, float], groups: Mapping[str, str]) -> dict[str, float]:
-    """Return the worst value of each group of queries, such as one query under several instructions (Oh et al., 2024).
-
-    Args:
-        values: query id -> value, nDCG@10 for Robustness@10.
-        groups: query id -> group.
-    """
+    """Return the worst value of each group of queries, such as one query under several instructions (Oh et al., 2024)."""
     worst: dict[str, float] = {}
     for query, group in groups.items():
         worst[group] = min(worst.get(group, values[query]), values[query])
@@ -170,9 +163,8 @@ def _ranking(query: str, scores: Mapping[str, float]) -> dict[str, float]:
     ranking = {document: float(score) for document, score in scores.items()}
     for document, score in ranking.items():
         if isnan(score):  # it has no rank
-            raise InputError(
-                f"query {query}: the score of document {document} is NaN; the model or its weights are broken"
-            )
+            fault = f"the score of document {document} is NaN"
+            raise InputError.of(f"query {query}", None, fault, "the model or its weights are broken")
     return ranking
 
 

@@ -1,11 +1,5 @@
-"""The published results of an evaluation: figures, their values per query, and the conventions of the measures.
-
-Two files in one directory:
-
-- `results.json`: format, conventions, descriptions of tasks and models, and all means.
-- `per_query.parquet`: one row per value, `PER_QUERY`, from which the means follow.
-
-Figures of different conventions cannot be compared, so `read` rejects conventions that differ from this version's.
+"""The published results of an evaluation, two files in one directory: `results.json` has the conventions of the measures,
+descriptions of tasks and models, and all means; `per_query.parquet` has one row per value, from which the means follow.
 """
 
 from __future__ import annotations
@@ -150,11 +144,7 @@ def _tables(results: Results) -> Iterator[list[tuple[Any, ...]]]:
 
 
 def read(path: Place, name: str = "results") -> Results:
-    """Read results from the directory of the files, which may be in an object store.
-
-    Args:
-        path: a published output of `infembed evaluate` or `infembed sweep`.
-        name: the setting that gives it, for errors.
+    """Read results from a published output of `infembed evaluate` or `infembed sweep`, which the setting `name` gives.
 
     Raises:
         InputError: a file is missing or damaged, or its format or a convention differs from this version's.
@@ -190,12 +180,7 @@ def read(path: Place, name: str = "results") -> Results:
 def _read_values(
     file: Place, models: list[str], figures: Mapping[str, tuple[Figure, ...]]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, dict[str, str]]]:
-    """Read the values of the tasks and of the controls by model and task, and the groups of queries by task.
-
-    Raises:
-        KeyError: a value is of an unknown model, task or figure.
-        ValueError: a value is not finite, or the models have values of different queries.
-    """
+    """Read the values of the tasks and of the controls by model and task, and the groups of queries by task."""
     with open_binary(file) as source:
         columns = pq.read_table(source).select(PER_QUERY.names).cast(PER_QUERY).columns
     scores: dict[str, dict[str, Any]] = {

@@ -28,12 +28,7 @@ BLANK = "."
 
 
 class ApiEncoder:
-    """A remote embedder. An evaluation has one process of it. Embeddings are unit vectors.
-
-    Args:
-        settings: from `baselines.resolve`.
-        identity: hash of all that decides its embeddings.
-    """
+    """A remote embedder. An evaluation has one process of it. Embeddings are unit vectors."""
 
     def __init__(self, settings: RetrieverSettings, identity: str) -> None:
         self.identity = identity

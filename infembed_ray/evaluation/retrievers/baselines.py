@@ -139,8 +139,7 @@ def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str,
     """Return a retriever's part of the identity of a `steps.Step`: paths, and names of what is not a path.
 
     Raises:
-        InputError: a directory is missing or holds no model, the hub has no such model, a package is missing, or an API has
-            no URL.
+        InputError: there is no such model, a package is missing, or an API has no URL.
     """
     kind, names = settings.kind, {"retriever": json.dumps(settings.identity(), sort_keys=True)}
     if kind == "sentence_transformers" and importlib.util.find_spec("sentence_transformers") is None:

@@ -22,14 +22,8 @@ from infembed_ray.modeling.formats import passage_text, query_format, query_text
 class CheckpointEncoder:
     """An `InstructionEncoder` that reads texts by its own template or by formats. Embeddings are unit vectors.
 
-    Args:
-        settings: from `baselines.resolve`.
-        device: torch device.
-        batch_tokens: tokens of a forward pass, with padding.
-        identity: hash of all that decides its embeddings.
-
-    Raises:
-        InputError: the model cannot be loaded, or does not fit the settings.
+    `settings` are from `baselines.resolve`, `batch_tokens` bound a forward pass with its padding; InputError if the model
+    cannot be loaded or does not fit the settings.
     """
 
     def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:

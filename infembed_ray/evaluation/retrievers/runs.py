@@ -31,12 +31,7 @@ _COLUMNS = "query Q0 document rank score name"
 
 
 class RunRanker:
-    """Ranks a task as a given run does.
-
-    Args:
-        settings: from `baselines.resolve`.
-        identity: hash of the contents of the run.
-    """
+    """Ranks a task as a given run does; `settings` are from `baselines.resolve`."""
 
     def __init__(self, settings: RetrieverSettings, identity: str) -> None:
         self.identity = identity
@@ -84,11 +79,7 @@ def write(directory: Path, model: str, task: str, run: Run) -> None:
 
 
 def read(file: Place, name: str) -> dict[str, dict[str, float]]:
-    """Read a run: query id -> document id -> score. The order of a ranking follows from the scores, as in trec_eval.
-
-    Args:
-        file: lines of query, anything, document, rank, score and name, perhaps compressed by gzip.
-        name: the setting that gives it, for errors.
+    """Read a run, which the setting `name` gives: query id -> document id -> score. Ranks follow from the scores.
 
     Raises:
         InputError: a line is malformed, a score is not finite, a document occurs twice, or the file is empty.

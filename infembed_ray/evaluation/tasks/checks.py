@@ -17,11 +17,7 @@ HIGHEST = 1_000_000
 
 
 def judgements(task: str, rows: Iterable[tuple[Any, Any, Any]]) -> dict[str, dict[str, int]]:
-    """Collect judgements, each a query id, a document id and a score, as qrels.
-
-    Raises:
-        InputError: a score is not a whole number or above `HIGHEST`, or a document has two scores for one query.
-    """
+    """Collect judgements, each a query id, a document id and a score, as qrels; InputError for scores that contradict."""
     qrels: dict[str, dict[str, int]] = defaultdict(dict)
     for query, document, score in rows:
         where = f"qrels: document {document} of query {query}"
@@ -39,13 +35,7 @@ def judgements(task: str, rows: Iterable[tuple[Any, Any, Any]]) -> dict[str, dic
 
 
 def checked(task: Task) -> Task:
-    """Return the task if it can be evaluated.
-
-    Raises:
-        InputError: there are no queries; a query id is not unique; a query is empty, or has no judgements or candidates;
-            an instruction is not a text; judgements, candidates or changes name unknown queries or documents; a relevant
-            document is excluded or empty.
-    """
+    """Return the task if it can be evaluated; InputError otherwise."""
 
     def require(faulty: Iterable[str], what: str, fault: str, remedy: str) -> None:
         """Raise the error of the first faulty id and the number of the others: `query 3 and 12 others`."""

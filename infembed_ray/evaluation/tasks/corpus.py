@@ -37,9 +37,6 @@ def mapped(task: str, files: Sequence[Place | str], documents: Callable[[], Iter
         task: name of the task, for progress and error messages.
         files: the files that `documents` reads, or what else says which version of the documents it yields.
         documents: yields ids and texts; not called if the corpus is cached.
-
-    Raises:
-        InputError: there are no documents, an id is empty, or an id has two texts; and whatever `documents` raises.
     """
     stats = [(file,) if isinstance(file, str) else (str(file), *_size_and_time(file)) for file in files]
     link = directory() / hashlib.sha256(json.dumps([_FORMAT, stats]).encode()).hexdigest()[:16]

@@ -47,15 +47,10 @@ _NOT_AVAILABLE = "N/A"
 def read_mteb(repository: Repository, split: str = "test") -> Task:
     """Read a repository in mteb's or BEIR's layout as a task without figures.
 
-    - `corpus`: `_id`, `title` (may be empty or missing), `text`; `queries`: `_id`, `text`. Ids may also be called `id`.
+    - `corpus`: `_id` (or `id`), `title` (optional), `text`; `queries`: `_id`, `text`, `group` (optional, see `Query`).
     - `default` (or `qrels`), the given split or the only one: `query-id`, `corpus-id`, `score`.
     - `instruction`, optional: `query-id`, `instruction`; otherwise a column of that name in `queries`, if there is one.
     - `top_ranked`, optional: `query-id`, `corpus-ids`.
-    - a column `group` of `queries`, optional: see `Query`.
-
-    Raises:
-        InputError: a file, a configuration, a column or the instruction of a query is missing; or a query has two
-            instructions or lists of candidates.
     """
     corpus = mapped(
         repository.task,
@@ -95,15 +90,8 @@ def _judgements(repository: Repository) -> str:
 def read_followir(repository: Repository, measure: str) -> Task:
     """Read a task of FollowIR (Weller et al., 2024): candidates are re-ranked under original and changed instructions.
 
-    The configuration `qrel_diff` lists, by query id without version, the documents that are relevant under the original
-    instruction only.
-
-    Args:
-        repository: in mteb's layout; query ids are `X-og` and `X-changed`.
-        measure: the benchmark's measure next to p-MRR, over the original instructions.
-
-    Raises:
-        InputError: as `read_mteb`; or a query id has neither suffix.
+    Query ids are `X-og` and `X-changed`. The configuration `qrel_diff` lists by X the documents that are relevant under the
+    original instruction only. `measure`, next to p-MRR, is over the original instructions.
     """
     task = read_mteb(repository)
     for query in task.queries:
@@ -136,10 +124,8 @@ def read_instructir(repository: Repository) -> Task:
 
 
 def read_bright(repository: Repository, subset: str) -> Task:
-    """Read a subset of BRIGHT (Su et al., 2024), a split of the configurations `documents` and `examples`.
-
-    A document has `id` and `content`. An example has `id`, `query`, `gold_ids` (relevant documents) and `excluded_ids`
-    (documents that are never ranked for it, such as the source of the query).
+    """Read a subset of BRIGHT (Su et al., 2024), a split of `documents` (`id`, `content`) and of `examples`: `id`, `query`,
+    `gold_ids` (relevant documents), `excluded_ids` (never ranked for it, such as the source of the query).
     """
     examples = list(repository.rows("examples", subset, ("id", "query"), ("gold_ids", "excluded_ids")))
     excluded = {str(e["id"]): frozenset(map(str, e["excluded_ids"])) - {_NOT_AVAILABLE} for e in examples}
@@ -159,12 +145,11 @@ def read_bright(repository: Repository, subset: str) -> Task:
 
 
 def read_mair(queries: Repository, docs: Repository, config: str) -> Task:
-    """Read a task of MAIR (Sun et al., 2024), a configuration of two repositories.
+    """Read a task of MAIR (Sun et al., 2024): `queries` (`qid`, `instruction`, `query`, `labels` with `id` and `score`) and
+    `docs` (`id`, `doc`).
 
-    Rows of `queries` have `qid`, `instruction`, `query` and `labels` (`id` and `score` of each relevant document); rows of
-    `docs` have `id` and `doc`. A configuration may have several parts with separate corpora: `x_queries` search `x_docs`.
-    Their ids get the prefix `x/`, and a query's candidates are the documents of its part. The figure is the mean over all
-    queries, as in MAIR's own tables.
+    A configuration may have several parts with separate corpora: `x_queries` search `x_docs`. Their ids get the prefix `x/`,
+    and a query's candidates are the documents of its part.
     """
     task = queries.task
     query_parts, doc_parts = _mair_parts(queries, config, "queries"), _mair_parts(docs, config, "docs")
@@ -215,14 +200,8 @@ def _mair_parts(repository: Repository, config: str, what: str) -> dict[str, str
 
 
 def read_own(name: str) -> Task:
-    """Read a collection that is no published task.
-
-    Args:
-        name: a directory in mteb's or BEIR's layout, or its URI in an object store; the file of the judgements of another
-            split than `test`; a file of judgements without a corpus, for runs alone; or `ir_datasets:ID`.
-
-    Raises:
-        InputError: a file or a column is missing, or a value is not usable.
+    """Read a collection that is no published task: a directory in mteb's or BEIR's layout, or its URI in an object store; the
+    file of the judgements of another split than `test`; judgements without a corpus, for runs alone; or `ir_datasets:ID`.
     """
     if name.startswith(IR_DATASETS):
         return _grouped(_of_ir_datasets(name))
@@ -275,11 +254,7 @@ def read_qrels(file: Place, name: str) -> Iterator[tuple[str, str, str]]:
 
 
 def words(file: Place, name: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield number and words of the lines of a text, perhaps compressed by gzip, that are not blank.
-
-    Raises:
-        InputError: the file cannot be read; `name` is the setting that gives it.
-    """
+    """Yield number and words of the lines of a text, perhaps compressed by gzip, that are not blank; `name` is the setting."""
     with errors_at(file, name):
         content = read_binary(file)
     try:

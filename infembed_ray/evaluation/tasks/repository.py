@@ -30,11 +30,9 @@ Part = tuple[str, str | None]
 
 
 class Repository:
-    """A repository, as a task reads it.
+    """A repository `<owner>/<name>` at a place, as a task reads it.
 
     Args:
-        path: its directory, or its folder in an object store.
-        name: `<owner>/<name>`.
         task: name of the task, for error messages.
         revision: the commit that it must have; None: any.
         parts: what the task reads of it; empty: everything.
@@ -59,11 +57,7 @@ class Repository:
 
     @cached_property
     def configs(self) -> Configs:
-        """The configurations on its card.
-
-        Raises:
-            InputError: it is missing, or at another commit.
-        """
+        """The configurations on its card; InputError if it is missing, or at another commit."""
         card = read_text(self.path / CARD)
         if card is None:
             raise self.fault(f"no {self.path / CARD}", self.remedy)
@@ -111,15 +105,12 @@ class Repository:
     def rows(
         self, config: str, split: str | None, columns: Sequence[str], lists: Sequence[str] = ()
     ) -> Iterator[dict[str, Any]]:
-        """Yield the rows of a split in bounded memory, and check their columns.
+        """Yield the rows of a split in bounded memory, each with every required column under the name that is given here.
 
         Args:
             config, split: as `files` takes them.
             columns: required columns of single values; `_id|id` accepts either name.
             lists: required columns of lists.
-
-        Yields:
-            each row, with the value of every required column also under the name that is given here.
 
         Raises:
             InputError: a file cannot be read, a row lacks a column, or a value is a list where it must not be or vice versa.
@@ -138,11 +129,7 @@ class Repository:
                 yield values
 
     def by_query(self, config: str, columns: Sequence[str], lists: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-        """Return the rows of a configuration with at most one row per query: `query-id` -> row.
-
-        Raises:
-            InputError: a query has two rows; or as `rows`.
-        """
+        """Return the rows of a configuration with at most one row per query: `query-id` -> row."""
         row_of: dict[str, dict[str, Any]] = {}
         for row in self.rows(config, None, ("query-id", *columns), lists):
             query = str(row["query-id"])
@@ -153,10 +140,8 @@ class Repository:
 
 
 class Directory(Repository):
-    """One's own directory in the layout of mteb or BEIR.
-
-    A dataset card is optional. Without one, names tell configurations and splits: `corpus.jsonl`, `qrels/test.tsv`,
-    `queries/queries-00000-of-00001.parquet`.
+    """One's own directory in the layout of mteb or BEIR. Without a dataset card, names tell configurations and splits:
+    `corpus.jsonl`, `qrels/test.tsv`, `queries/queries-00000-of-00001.parquet`.
     """
 
     def __init__(self, path: Place, task: str) -> None:
@@ -185,11 +170,7 @@ class Directory(Repository):
 
 
 def downloaded(name: str, task: str, revision: str | None = None, parts: Sequence[Part] = ()) -> Repository:
-    """Return a repository in the cache of the hub's client, which downloads the files that the task reads and that are missing.
-
-    Raises:
-        InputError: the hub does not provide it.
-    """
+    """Return a repository in the cache of the hub's client, which downloads what the task reads and what is missing."""
     from huggingface_hub import snapshot_download  # takes half a second
     from huggingface_hub.errors import HTTPError
 
@@ -225,11 +206,7 @@ def has_corpus(directory: Place) -> bool:
 
 
 def configs(card: str, where: str) -> Configs:
-    """Parse `configs` from the front matter of a dataset card; `where` names the card in errors.
-
-    Raises:
-        InputError: the card has no list of configurations.
-    """
+    """Parse `configs` from the front matter of a dataset card; `where` names the card in errors."""
     front = card.split("---\n", 2)[1] if card.startswith("---\n") and card.count("---\n") > 1 else ""
     try:
         listed = (yaml.safe_load(front) or {})["configs"]
