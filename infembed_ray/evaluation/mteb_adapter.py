@@ -9,8 +9,7 @@ mteb itself formats every query of a checkpoint as `{query} {instruction}`, what
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +20,10 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.retrievers.retriever import PairReranker, Ranker, TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
-from infembed_ray.progress import track
 
 if TYPE_CHECKING:
     from mteb.models import ModelMeta
 
-CHUNK = 1024
-"""Texts or pairs per call of the model: enough to batch by length, few enough to show progress."""
 _UNKNOWN = (
     *("loader", "release_date", "languages", "n_parameters", "memory_usage_mb", "max_tokens", "embed_dim", "license"),
     *("open_weights", "public_training_code", "public_training_data", "training_datasets"),
@@ -48,10 +44,8 @@ class MtebEncoder:
         `prompt_type` is `document` or `query`; None, for tasks with texts of one kind, means `query`.
         """
         if prompt_type == "document":
-            title = f"encode passages of {task_metadata.name}"
-            return _in_chunks(_passages(inputs), len(inputs.dataset), title, self.encoder.encode_passages)
-        title = f"encode queries of {task_metadata.name}"
-        return _in_chunks(_queries(inputs), len(inputs.dataset), title, self.encoder.encode_queries)
+            return self.encoder.encode_passages(list(_passages(inputs)))
+        return self.encoder.encode_queries(list(_queries(inputs)))
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
         """Multiply (n, d) with (m, d): (n, m) inner products."""
@@ -71,18 +65,7 @@ class MtebReranker:
 
     def predict(self, inputs1: Any, inputs2: Any, *, task_metadata: Any, **options: Any) -> np.ndarray:
         """Score the pairs of n queries and n passages: (n) float32."""
-        pairs = zip(_queries(inputs1), _passages(inputs2), strict=True)
-        return _in_chunks(pairs, len(inputs1.dataset), f"score pairs of {task_metadata.name}", self.reranker.score)
-
-
-def _in_chunks(rows: Iterator[Any], size: int, title: str, compute: Callable[[list[Any]], np.ndarray]) -> np.ndarray:
-    """Concatenate the arrays of chunks of `CHUNK` rows, and show progress."""
-    chunks = []
-    with track(title, size) as advance:
-        while chunk := list(islice(rows, CHUNK)):
-            chunks.append(compute(chunk))
-            advance(len(chunk))
-    return np.concatenate(chunks)
+        return self.reranker.score(list(zip(_queries(inputs1), _passages(inputs2), strict=True)))
 
 
 def _passages(inputs: Iterable[Mapping[str, Any]]) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """Evaluation on a Ray cluster with a real model, compared with figures computed without the package."""
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -37,19 +36,6 @@ from tests.evaluation.tasks.test_infir import record
 from tests.modeling import backbones
 from tests.support.files import write_jsonl
 from tests.support.pages import Page
-
-KINDS = ("positive", "negative_instruction", "negative_query")
-ANSWERS = ("document_positive", "hard_negative_document_1", "hard_negative_document_2")
-ASKED = (
-    ("instruction_positive", "query_positive"),
-    ("instruction_negative", "query_positive"),
-    ("instruction_positive", "query_negative"),
-)
-
-
-def read_jsonl(path):
-    with open(path, encoding="utf-8") as lines:  # str.splitlines would also break at U+0085
-        return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -113,52 +99,6 @@ def small_chunks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infembed_ray.evaluation.chunks.TEXTS", 32)
         yield
-
-
-def independent_scores(model, rows, distractors, template):
-    """Query -> (nDCG@10, MAP, p-MRR) by sentence-transformers, from the rank of each query's only relevant passage."""
-    from sentence_transformers import SentenceTransformer
-
-    encoder = SentenceTransformer(str(model), device="cpu")
-    answers = [r[name] for r in rows for name in ANSWERS]
-    corpus = encoder.encode(answers + distractors, normalize_embeddings=True).astype(np.float64)
-    texts = [template.format(i=r[i], q=r[q]) for r in rows for i, q in ASKED]
-    scores = encoder.encode(texts, normalize_embeddings=True) @ corpus.T
-
-    def rank(query, document):
-        return 1 + int((scores[query] > scores[query, document]).sum())
-
-    expected = {}
-    for query in range(len(texts)):
-        own = rank(query, query)
-        og, new = own, rank({0: query + 1, 1: query - 1, 2: query}[query % 3], query)
-        expected[f"record/{rows[query // 3]['id']}/{KINDS[query % 3]}"] = (
-            1 / math.log2(own + 1) if own <= 10 else 0.0,
-            1 / own,
-            None if query % 3 == 2 else new / og - 1 if og >= new else 1 - og / new,
-        )
-    return expected
-
-
-def per_query(published, model):
-    """Query -> (nDCG@10, MAP, p-MRR) as published."""
-    scores = results.read(published.path).scores[model]["records"]
-    kinds = [values for name, values in scores.items() if name.startswith("nDCG@10")]
-    ndcg = {query: value for values in kinds for query, value in values.items()}
-    return {query: (ndcg[query], value, scores["p-MRR"].get(query)) for query, value in scores["MAP@1000"].items()}
-
-
-def assert_equal_scores(found, expected):
-    assert found.keys() == expected.keys()
-    for query, values in expected.items():
-        assert found[query] == pytest.approx(values, abs=1e-9), query
-
-
-@pytest.mark.ray
-def test_scores_equal_independent_ones_and_a_checkpoint_keeps_its_own_template(published, files, settings):
-    rows, noise = map(read_jsonl, files)
-    model, distractors = settings.models["query first"], [r["passage"] for r in noise[:50]]
-    assert_equal_scores(per_query(published, "query first"), independent_scores(model, rows, distractors, "{q} {i}"))
 
 
 @pytest.mark.ray

@@ -92,15 +92,9 @@ def test_a_score_that_is_not_a_number_is_rejected():
     ("measure", "message"),
     [
         ("nDGC@10", "no measure of ir_measures; did you mean nDCG"),
-        ("p-MRR", "no measure of ir_measures; did you mean MRR"),
-        ("", "no measure of ir_measures; valid: AP, "),
-        ("MAP@all", "write it like nDCG@10"),
         ("MAP@", "write it like nDCG@10"),
         ("P(rell=2)@5", "write it like nDCG@10"),
-        ("bpref@10", "write it like nDCG@10"),
-        ("recall", "write it like nDCG@10"),
         ("nDCG@0", "cannot be computed with these parameters"),
-        ("MRR@0", "cannot be computed with these parameters"),
         ("MRR@-1", "write it like nDCG@10"),
     ],
 )

@@ -4,8 +4,6 @@ import math
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results
@@ -108,15 +106,6 @@ def test_a_figure_without_values_is_null(tmp_path):
     results.write(tmp_path, made(tasks={"small": asked}, scores=nothing))
     assert json.loads((tmp_path / RESULTS_FILE).read_text())["figures"]["base"]["small"]["p-MRR"] is None
     assert results.read(tmp_path).scores == nothing
-
-
-@given(st.lists(st.floats(-1, 1), min_size=1, max_size=30))
-def test_values_survive_to_the_last_bit(tmp_path_factory, values):
-    directory = tmp_path_factory.mktemp("results")
-    scores = {"m": {"t": {"nDCG@10": {str(n): value for n, value in enumerate(values)}}}}
-    asked = {"t": TaskSummary((Figure("nDCG@10", "nDCG@10"),), {})}
-    results.write(directory, Results(asked, {"m": {}}, scores, 10))
-    assert results.read(directory).scores == scores
 
 
 def test_another_format_is_rejected(written):

@@ -70,17 +70,6 @@ def test_differences_with_a_small_corrected_p_value_are_marked():
     assert 0 < len(marked) < 3
 
 
-def test_columns_are_aligned_and_wide_tables_are_split():
-    text = as_text(followir(["base", "a model of a long name"]))
-    *blocks, _ = text.split("\n\n")
-    assert len(blocks) == 2  # 2 averages and 6 figures
-    for block in blocks:
-        title, header, rule, *rows = block.splitlines()
-        starts = [at for at in range(1, len(rule)) if rule[at - 1] == " " and rule[at] == "-"]
-        assert title == "FollowIR"
-        assert all(line[start - 1] == " " != line[start] for line in (header, *rows) for start in starts)
-
-
 def test_averages_of_a_benchmark_are_unweighted_means_of_its_tasks():
     found = followir(["base", "other"])
     score, p_mrr = columns(found)["FollowIR"][:2]

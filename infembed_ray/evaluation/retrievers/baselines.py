@@ -164,12 +164,9 @@ def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str,
     for part, model, revision in _weights(settings):
         place = place_of(model)
         stored = isinstance(place, Folder) or place.is_dir()
-        if part == "adapter" and stored:
-            for file in ("adapter_config.json", "adapter_model.safetensors"):
-                if not (place / file).is_file():
-                    raise InputError.of(
-                        f"{where}.adapter", model, f"no {file} in this directory", "give one that peft wrote"
-                    )
+        if part == "adapter" and stored and not (place / "adapter_config.json").is_file():
+            fault = "no adapter_config.json in this directory"
+            raise InputError.of(f"{where}.adapter", model, fault, "give one that peft wrote")
         if part == "model":
             checkpoint.locate(model, f"{where}.{part}", revision)
         if stored:

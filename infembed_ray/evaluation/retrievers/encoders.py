@@ -53,12 +53,8 @@ class CheckpointEncoder:
         if settings.adapter is not None:
             self.encoder.backbone = pretrained.with_adapters(self.encoder.backbone, settings.adapter)
         if formatted and self.encoder.interaction is not None:
-            raise InputError.of(
-                "model",
-                settings.model,
-                "reads instruction and query separately, so it cannot use formats",
-                "drop instructed_query and plain_query",
-            )
+            fault = "reads instruction and query separately, so it cannot use formats"
+            raise InputError.of("model", settings.model, fault, "drop instructed_query and plain_query")
         self.encoder.to(device)
 
     def encode_queries(self, queries: Sequence[Query]) -> np.ndarray:

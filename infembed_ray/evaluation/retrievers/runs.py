@@ -47,12 +47,8 @@ class RunRanker:
         if not file.is_file():
             file = file / f"{file_name(task.name)}{SUFFIX}"
             if not file.is_file():
-                raise InputError.of(
-                    "model",
-                    self._path,
-                    f"no {file.name} in this directory",
-                    f"give a run, or {RUNS}/MODEL of an evaluation",
-                )
+                fault = f"no {file.name} in this directory"
+                raise InputError.of("model", self._path, fault, f"give a run, or {RUNS}/MODEL of an evaluation")
         rankings = read(file, "model")
         ids = {query.id for query in task.queries}
         if rankings.keys().isdisjoint(ids):

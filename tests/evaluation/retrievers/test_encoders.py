@@ -156,13 +156,6 @@ def test_a_model_describes_itself_whether_its_embeddings_are_unit_vectors(tmp_pa
     assert (np.linalg.norm(made[0]) == pytest.approx(1, abs=0.01)) == (similarity == "cosine")
 
 
-def test_lengths_are_those_of_each_side(minilm, their_minilm):
-    encoder = load(kind="sentence_transformers", model=minilm, query_length=4, passage_length=8, **E5)
-    same = [Query("a", "aspirin and bread"), Query("b", "aspirin")]
-    close(encoder.encode_queries(same)[:1], encoder.encode_queries(same)[1:], atol=1e-5)  # "query", ":" and a word fit
-    assert np.abs(np.subtract(*encoder.encode_passages(["aspirin and bread", "aspirin"]))).max() > 0.01
-
-
 def test_an_encoder_decoder_is_not_an_encoder(tmp_path):
     with pytest.raises(InputError, match="encoder-decoder"):
         load(model=tiny.t5(tmp_path), **E5)

@@ -114,17 +114,3 @@ def test_a_corpus_with_a_missing_part_is_not_read(root: Path, tmp_path: Path) ->
 
     with pytest.raises(InputError, match=r"has 1 of the 3 files of documents/biology; run `hf download x/y"):
         Repository(copy, "x/y", "task").files("documents", "biology")
-
-
-@pytest.mark.parametrize(
-    ("config", "split", "message"),
-    [
-        ("corpora", None, "lists no configuration corpora, but documents, examples"),
-        ("documents", "physics", "has the splits biology, leetcode, not physics"),
-    ],
-)
-def test_a_configuration_or_split_not_on_the_card_is_rejected(
-    root: Path, config: str, split: str | None, message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        Repository(root / published.BRIGHT, published.BRIGHT, "task").files(config, split)
