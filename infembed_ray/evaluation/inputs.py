@@ -32,10 +32,9 @@ RANKER_KINDS = ("bm25", "run")
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model of the settings.
+    """A model of the settings, with its part of the step's identity: paths and names.
 
-    Attributes:
-        inputs, names: its part of the step's identity, with its position, because the first model is the baseline.
+    They have its position, because the first model is the baseline.
     """
 
     label: str
@@ -61,12 +60,7 @@ class EvaluatedModel:
 
 @dataclass(frozen=True)
 class EvaluationInputs:
-    """All that an evaluation reads.
-
-    Attributes:
-        store: place of embeddings and scores.
-        data: files of the settings' own records.
-    """
+    """All that an evaluation reads; `store` has embeddings and scores, `data` the files of the settings' own records."""
 
     models: Sequence[EvaluatedModel]
     tasks: Sequence[Task]
@@ -88,10 +82,7 @@ class EvaluationInputs:
 
 
 def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> EvaluationInputs:
-    """Find models and tasks, and share the corpora. Reads no weights.
-
-    Args:
-        share_corpora: whether to write the corpora to the store, from which actors read them.
+    """Find models and tasks, and write the corpora to the store, from which actors read them. Reads no weights.
 
     Raises:
         InputError: data, a model or the store cannot be used, or models and tasks do not fit together.

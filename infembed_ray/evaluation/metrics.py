@@ -87,12 +87,7 @@ def convention(measure: str) -> str:
 
 
 def trec_measures(qrels: Qrels, run: Run, measures: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Compute measures by ir_measures' names for every query of the judgements.
-
-    Args:
-        qrels: judgements; their queries count.
-        run: rankings. Scores are compared in single precision, as in trec_eval.
-        measures: names as `parse` takes them.
+    """Compute measures, named as `parse` takes them, for every query of the judgements; scores compare in single precision.
 
     Returns:
         query id -> measure -> value; 0 for a query without results or without relevant documents.
@@ -128,11 +123,7 @@ def p_mrr(changes: Sequence[Change], run: Run) -> dict[str, float]:
         run: rankings of the original and the changed queries; a missing ranking counts as empty.
 
     Returns:
-        id of the original query -> mean over its changed documents, in (-1, 1); positive if they move down. Queries
-        without changed documents are left out.
-
-    Raises:
-        InputError: a score is NaN.
+        id of the original query -> mean over its changed documents, in (-1, 1); queries without any are left out.
     """
     values = {}
     for change in changes:

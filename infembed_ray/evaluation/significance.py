@@ -85,7 +85,6 @@ def compare(
         strata: one or more tasks of the same models. The figure is the unweighted mean of their means.
         resamples: resamples of the bootstrap, and maximum exchanges of the test.
         confidence: level of the intervals, in (0, 1).
-        seed: of the random draws.
     """
     means = np.mean([stratum.means for stratum in strata], axis=0)
     drawn = _bootstrap(strata, resamples, np.random.default_rng(seed))

@@ -84,10 +84,7 @@ def collect(outputs: Mapping[str, Results]) -> CombinedResults:
     """Combine the results of several outputs.
 
     Models of one label in two outputs are the same model if their descriptions and all common values are equal; otherwise
-    the later one gets the output's label as a suffix.
-
-    Raises:
-        InputError: two outputs have different tasks of one name, or rankings of different depths.
+    the later one gets the output's label as a suffix. InputError: tasks of one name or the depths differ.
     """
     first = next(iter(outputs))
     models: dict[str, ReportedModel] = {}

@@ -115,8 +115,7 @@ def run(settings: ReportSettings) -> Published:
     """Publish `report.html`, `report.md` and `tables.csv`.
 
     Raises:
-        InputError: an output is not of `infembed evaluate` or `infembed sweep`, has other conventions, or cannot be combined
-            with another; or a name in the settings is unknown.
+        InputError: an output cannot be read, or not be combined with another, or a name in the settings is unknown.
     """
     paths, step = prepare(settings)
     if done := step.finished():
@@ -133,11 +132,7 @@ def run(settings: ReportSettings) -> Published:
 
 
 def prepare(settings: ReportSettings) -> tuple[dict[str, Place], Step]:
-    """Locate the results by their labels, and identify the report.
-
-    Raises:
-        InputError: an output does not exist, or there is none.
-    """
+    """Locate the results by their labels, and identify the report; InputError if one does not exist."""
     if not settings.results:
         raise InputError("results is empty: set results.LABEL=<output of infembed evaluate or infembed sweep>")
     paths = {label: find_input(value, f"results.{label}") for label, value in settings.results.items()}

@@ -184,12 +184,7 @@ def _controls(
 def papers(collection: CombinedResults, rows: Mapping[str, str]) -> list[Sheet]:
     """Make Tables 2 to 6 of the paper, with our results below their rows; Table 6 is one table per backbone.
 
-    Args:
-        collection: our results.
-        rows: label or key of a model -> its row in Tables 2 and 5, if the names differ.
-
-    Raises:
-        InputError: a model or a row is unknown.
+    `rows` maps a label or key to its row in Tables 2 and 5, if the names differ; InputError if either is unknown.
     """
     row_names = {row.name for number in MODELS for row in TABLES[number].rows}
     labels = {model.label for model in collection.models.values()} | set(collection.models)

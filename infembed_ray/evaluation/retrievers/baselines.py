@@ -68,12 +68,12 @@ def entries() -> Mapping[str, Baseline]:
 def resolve(
     label: str, model: str | Mapping[str, Any] | RetrieverSettings, where: str | None = None
 ) -> RetrieverSettings:
-    """Return the complete settings of the retriever `models.<label>`, with absolute paths. Reads no weights.
+    """Return the complete settings of a retriever, with absolute paths. Reads no weights.
 
     Args:
         label: of the model in the evaluation's settings.
         model: a checkpoint directory, a hub name, the name of a baseline, or settings, perhaps over those of a baseline.
-        where: setting of the model, for error messages; None: `models.<label>`.
+        where: setting of the model, for errors; None: `models.<label>`.
 
     Raises:
         InputError: the baseline is unknown, or the settings do not fit together.
@@ -199,16 +199,9 @@ def identity(settings: RetrieverSettings) -> str:
 def load(
     settings: RetrieverSettings, device: str = "cpu", batch_tokens: int = 4096, known: str | None = None
 ) -> Retriever:
-    """Load the retriever of resolved settings.
+    """Load the retriever of settings from `resolve`; `batch_tokens` bound a forward pass, with padding.
 
-    Args:
-        settings: from `resolve`.
-        device: torch device.
-        batch_tokens: tokens of a forward pass, with padding.
-        known: identity of the retriever, if it is known; computing it reads all weights.
-
-    Raises:
-        InputError: a model, a key or a package is missing.
+    Computing the identity reads all weights, if it is not `known`. InputError: a model, a key or a package is missing.
     """
     own = known or identity(settings)
     # A model in an object store is copied to this node.

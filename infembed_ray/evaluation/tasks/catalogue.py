@@ -127,12 +127,9 @@ def expand(names: Iterable[str]) -> list[str]:
 
 
 def find(name: str) -> TaskEntry | None:
-    """Return the published task or the data set of the hub of a name, or None for a path, a URI or a name of ir_datasets.
+    """Return the published task or the data set of the hub (`OWNER/NAME`, `OWNER/NAME/SPLIT`) of a name.
 
-    Names of the hub are `OWNER/NAME`, or `OWNER/NAME/SPLIT`; a directory of that name comes first.
-
-    Raises:
-        InputError: it is none of these.
+    None: it is a path, a URI or a name of ir_datasets; InputError if it is none of these.
     """
     if name in TASKS:
         return TASKS[name]
@@ -212,10 +209,8 @@ def load(name: str, data: str | None = None, measures: Sequence[str] = ()) -> Ta
     """Read and check a task.
 
     Args:
-        name: a published task, perhaps as the paper (`followir/core17@paper`), a data set of the hub, or what
-            `layouts.read_own` takes.
-        data: directory with repositories of the hub, `DIR/OWNER/NAME`, or its URI in an object store; None: they are
-            downloaded to the cache of the hub's client.
+        name: a published task, perhaps as the paper, a data set of the hub, or what `layouts.read_own` takes.
+        data: directory or URI with repositories of the hub, `DIR/OWNER/NAME`; None: they are downloaded.
         measures: as `with_measures` takes them.
 
     Raises:
@@ -249,10 +244,7 @@ def _published(entry: TaskEntry, data: Place | None) -> Task:
 def with_measures(task: Task, measures: Sequence[str], keep: bool = True) -> Task:
     """Add figures of these measures, over the queries that the task's figures count.
 
-    Args:
-        task: with figures of its own.
-        measures: names as `metrics.parse` takes them; and Robustness@k, which is left out if there are no groups of queries.
-        keep: false keeps only p-MRR and Robustness@10 of its own figures.
+    Robustness@k is left out without groups of queries. `keep=False` keeps only p-MRR and Robustness@10 of its own figures.
     """
     kinds = {figure.kind for figure in task.figures if figure.measure != "p-MRR"}
     kind = kinds.pop() if len(kinds) == 1 else None
