@@ -72,7 +72,7 @@ def test_benchmark_and_own_tasks_are_part_of_the_identity(values, tmp_path, monk
     _, before = inputs(settings, [])
     assert sum(name.startswith("evaluate.tasks.") for name in before) == 4
     with (mine / "qrels" / "test.tsv").open("a") as judgements:
-        judgements.write("q0\t9\t0\n")
+        judgements.write("q0\t20\t0\n")
     _, after = inputs(settings, [])
     assert [name for name in before if before[name] != after[name]] == ["evaluate.tasks../mine"]
     with pytest.raises(
