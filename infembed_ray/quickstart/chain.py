@@ -59,7 +59,7 @@ REPORT = "report.html"
 
 
 @dataclass(frozen=True)
-class Outputs:
+class QuickstartOutputs:
     """Published output of each stage."""
 
     records: Published
@@ -99,7 +99,7 @@ def run(directory: str, port: int, keep_serving: bool) -> None:
     say(ending(root, report, port))
 
 
-def run_stages(root: Path, backbone: str) -> Outputs:
+def run_stages(root: Path, backbone: str) -> QuickstartOutputs:
     """Run every stage before serving, from synthesis to the index."""
     synthesis = SynthesizeSettings(
         seeds=str(SEEDS), output=str(root / "records"), replay=(str(JOURNAL),), generator=MODEL, judge=MODEL
@@ -133,7 +133,7 @@ def run_stages(root: Path, backbone: str) -> Outputs:
     corpus = _write_corpus(root / CORPUS, made)
     indexing = IndexSettings(corpus=str(corpus), model=checkpoint.address, output=str(root / "index"), actors=2)
     built = _run("all passages of the sample, in two FAISS shards", index, indexing)
-    return Outputs(made, analysis, checkpoint, evaluated, built)
+    return QuickstartOutputs(made, analysis, checkpoint, evaluated, built)
 
 
 def _run(what: str, stage: Callable[[S], Published], settings: S) -> Published:
@@ -144,7 +144,7 @@ def _run(what: str, stage: Callable[[S], Published], settings: S) -> Published:
     return output
 
 
-def _report(path: Path, outputs: Outputs, rankings: dict[str, list[Ranking]]) -> Path:
+def _report(path: Path, outputs: QuickstartOutputs, rankings: dict[str, list[Ranking]]) -> Path:
     details = {
         "analysis of the records": outputs.analysis.path / ANALYSIS_REPORT,
         "training": outputs.checkpoint.path / TRAINING_REPORT,
