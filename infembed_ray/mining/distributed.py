@@ -101,7 +101,7 @@ def _index(settings: MineSettings) -> Index:
 def _teacher(settings: MineSettings) -> tuple[RetrieverSettings | None, Mapping[str, Place], Mapping[str, str]]:
     if settings.teacher is None:
         return None, {}, {}
-    teacher = baselines.resolve("teacher", settings.teacher, "instruction_first", where="teacher")
+    teacher = baselines.resolve("teacher", settings.teacher, where="teacher")
     require_teacher(teacher)
     paths, names = baselines.inputs(teacher, "teacher")
     teacher = teacher.model_copy(update={part: address(path) for part, path in paths.items()})

@@ -108,7 +108,7 @@ def test_the_encoder_of_the_index_mines_what_brute_force_does(encoder, index, ch
 @pytest.mark.parametrize("kind", ["cross-encoder", "encoder"])
 def test_a_teacher_judges_in_its_place_and_its_scores_are_written(encoder, index, minilm, cross_encoder, kind):
     chosen = settings(index, max_share=0.99)
-    teacher = baselines.resolve("t", cross_encoder if kind == "cross-encoder" else minilm, "query_first")
+    teacher = baselines.resolve("t", cross_encoder if kind == "cross-encoder" else minilm)
     alone = baselines.load(teacher, "cpu", 4096)
     made = Miner(chosen, index, teacher, "cpu").mine(ROWS, known_positives(lambda: ROWS))
 
