@@ -20,6 +20,7 @@ def test_versions_are_listed_used_and_verified_from_the_command_line(
     log_of(output).append([Delete("d1")])
     second = fold(Compaction.open(str(output)))
 
+    capsys.readouterr()
     assert main(["index", "versions", str(output)]) == 0
     heading, *rows = capsys.readouterr().out.splitlines()
     assert heading.split()[:3] == ["version", "created", "passages"]

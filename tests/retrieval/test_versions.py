@@ -10,10 +10,10 @@ import pytest
 
 from infembed_ray.config.retrieval import CompactSettings
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval.index import Index, finished
+from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shard_files import INDEX_FILE
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, LogFault
-from infembed_ray.retrieval.versions import prune, use, verify, versions
+from infembed_ray.retrieval.versions import finished, prune, use, verify, versions
 from infembed_ray.storage.steps import LATEST, MANIFEST, resolve
 from tests.retrieval.lineage import BASE, changes, check, first_step, fold_all, log_of, publish, segments
 from tests.retrieval.oracle import Oracle

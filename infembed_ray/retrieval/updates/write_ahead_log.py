@@ -6,8 +6,7 @@ next (`segments`). So changes have a total order and a visible segment is whole.
 
 A segment holds the changes of one append: a header, then a section for each shard that they touch, an Arrow stream of changes
 (`changes_schema`). The header lists the sections with their SHA-256, and ends with its own. A shard reads the header of every
-segment, and no section but its own. Segments of earlier versions of this package are one Arrow stream and its SHA-256; every
-shard reads all of them.
+segment, and no section but its own.
 
 A damaged or missing segment is never skipped and its number never reused: reading stops before it, replicas keep serving what
 they have, and no process opens or compacts the index until it is restored. `append` does not check for damage, so it loses
@@ -197,10 +196,7 @@ class ChangeLog:
             head = self._bytes(sequence, 0, _FIRST_READ)
             if head is None:
                 raise self._fault(sequence, "is missing")
-            header = self._header(sequence, head)
-            if header is None:  # one stream and its checksum
-                header = (self._bytes(sequence, 0, None) or b"")[-_CHECKSUM_BYTES:]
-            whole.update(header[-_CHECKSUM_BYTES:])
+            whole.update(self._header(sequence, head)[-_CHECKSUM_BYTES:])
         return whole.hexdigest()[:16]
 
     def prune(self, before: int) -> int:
@@ -243,9 +239,6 @@ class ChangeLog:
         if head is None:
             return None
         header = self._header(sequence, head)
-        if header is None:
-            content = self._bytes(sequence, 0, None) or b""
-            return self._of_shard(self._table(sequence, content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]), shard)
         (facts,) = np.frombuffer(header, _HEADER, 1)
         own = facts["shards"] == self.shards  # otherwise another program wrote it
         tables = [self.schema.empty_table()]
@@ -258,10 +251,10 @@ class ChangeLog:
         changes = pa.concat_tables(tables)
         return changes if own else self._of_shard(changes, shard)
 
-    def _header(self, sequence: int, head: bytes) -> bytes | None:
-        """The header of a segment that begins with `head`, checked; None for one of an earlier version."""
+    def _header(self, sequence: int, head: bytes) -> bytes:
+        """The header of a segment that begins with `head`, checked."""
         if not head.startswith(_MAGIC):
-            return None
+            raise self._fault(sequence, _CORRUPTED)
         sections = int(np.frombuffer(head.ljust(_HEADER.itemsize), _HEADER, 1)["sections"][0])
         size = _HEADER.itemsize + sections * _SECTION.itemsize + _CHECKSUM_BYTES
         header = (head if size <= len(head) else self._bytes(sequence, 0, None) or b"")[:size]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,29 +103,6 @@ def test_a_shard_reads_its_own_changes_in_their_order_and_no_others(
             assert table.schema == log.schema
     large = (tmp_path / f"{21:012d}.arrow").stat().st_size
     assert sum(read) < 2.5 * large + 5 * 20 * 20_000
-
-
-def old_segment(log: ChangeLog, changes: list[Change]) -> bytes:
-    """A segment as earlier versions of this package wrote it."""
-    body = log._section([log._row(change) for change in changes])
-    return body + hashlib.sha256(body).digest()
-
-
-def test_segments_of_earlier_versions_are_read_between_new_ones(tmp_path: Path) -> None:
-    log = ChangeLog(tmp_path, METADATA, 4, shards=3)
-    log.append([put("a"), put("b")])
-    (tmp_path / f"{2:012d}.arrow").write_bytes(old_segment(log, [put(f"o{n}", n) for n in range(8)]))
-    assert log.append([put("c")]) == 3
-    for shard in range(3):
-        found = [id for _, table in log.read(0, shard) for id in table.column("id").to_pylist()]
-        everything = ["a", "b", *(f"o{n}" for n in range(8)), "c"]
-        assert found == [id for id in everything if shard_of(id, 3) == shard]
-    before = log.digest(0, 3)
-    (tmp_path / f"{2:012d}.arrow").write_bytes(old_segment(log, [put("o1", 2)]))
-    assert log.digest(0, 3) != before
-    damaged(tmp_path / f"{2:012d}.arrow", "one bit")
-    with pytest.raises(LogFault, match=r"000000000002\.arrow is corrupted"):
-        list(log.read(0, 0))
 
 
 def test_segments_of_a_writer_with_other_shards_are_read_whole(tmp_path: Path) -> None:
