@@ -14,7 +14,7 @@ from infembed_ray.retrieval.build import Tasks
 from infembed_ray.retrieval.compaction import Compaction
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, Put
-from infembed_ray.retrieval.versions import IndexFacts
+from infembed_ray.retrieval.versions import IndexFacts, change_log
 from infembed_ray.storage.steps import Step, find_input
 from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, write_shards
 from tests.retrieval.vectors import unit_vectors
@@ -49,8 +49,9 @@ def publish(output: Path, documents: Sequence[Put] = BASE, precision: str = "flo
     return step.path
 
 
-def log_of(output: Path) -> ChangeLog:
-    return ChangeLog(Index.open(output).changes, METADATA, DIMENSION)
+def log_of(output: str | Path) -> ChangeLog:
+    index = Index.describe(output)
+    return change_log(index.path, index.facts)
 
 
 def fold(work: Compaction) -> Path:

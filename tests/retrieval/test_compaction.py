@@ -16,12 +16,12 @@ from infembed_ray.retrieval.compaction import Compaction
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shard_files import verify
 from infembed_ray.retrieval.shards import Shard
-from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, LogFault, Put
+from infembed_ray.retrieval.updates.write_ahead_log import Delete, LogFault, Put
 from infembed_ray.retrieval.versions import IndexFacts, finished
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from infembed_ray.storage.steps import LATEST, output_files, resolve
 from tests.retrieval.lineage import BASE, QUERIES, changes, check, first_step, fold, log_of, publish
-from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, open_live, write_shards
+from tests.retrieval.oracle import Oracle, document, open_live, write_shards
 
 SHARD_OPEN = Shard.open
 
@@ -307,14 +307,14 @@ def test_a_compaction_in_an_object_store_gives_the_same_bytes_and_rolls_back(
     for seed in range(3):
         oracle.apply(changes(seed))
         log_of(local).append(changes(seed))
-        assert ChangeLog(Index.open(uri).changes, METADATA, DIMENSION).append(changes(seed)) == seed + 1
+        assert log_of(uri).append(changes(seed)) == seed + 1
     second = fold(Compaction.open(str(local)))
 
     work = Compaction.open(uri)
     assert work.changes == 3
     with pytest.raises(KeyboardInterrupt):
         work.run(work.step(), InterruptedAfter(1))
-    ChangeLog(Index.open(uri).changes, METADATA, DIMENSION).append([Delete("d1")])
+    log_of(uri).append([Delete("d1")])
     work = Compaction.open(uri)
     assert work.until == 3  # the compaction that has begun
     opened: list[str] = []

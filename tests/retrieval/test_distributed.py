@@ -18,12 +18,11 @@ from infembed_ray.retrieval.distributed import compact, run
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shard_files import PASSAGES_FILE, ShardFacts
 from infembed_ray.retrieval.shards import shard_of
-from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, Put
-from infembed_ray.retrieval.versions import verify
+from infembed_ray.retrieval.updates.write_ahead_log import Delete, Put
+from infembed_ray.retrieval.versions import change_log, verify
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from infembed_ray.storage.steps import Published, read_manifest, resolve
 from tests.support.files import write_jsonl
-from tests.support.waiting import wait_until
 
 TOPICS = ("espresso machines", "mountain glaciers", "tax returns", "sourdough bread", "satellite orbits")
 ASPECTS = ("a beginner's guide", "common mistakes", "what it costs", "its history", "how experts do it", "the tools")
@@ -160,15 +159,15 @@ def test_an_interrupted_or_failed_build_resumes_to_the_same_bytes(
 
     run_tasks = distributed.OnRay.run
 
-    def up_to_the_first(self: distributed.OnRay, *arguments: Any) -> Any:
-        yield next(run_tasks(self, *arguments))
-        raise KeyboardInterrupt
+    def up_to_the_first(self: distributed.OnRay, function: Any, calls: Any, *cpus: Any) -> Any:
+        yield from run_tasks(self, function, calls[:1], *cpus)
+        if calls:
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(distributed.ray.data, "from_items", None)  # no chunk is encoded again
     with monkeypatch.context() as patch:
         patch.setattr(distributed.OnRay, "run", up_to_the_first)
         interrupted()
-    wait_until(lambda: len(list(output.glob(".*.partial/shard-*.json"))) == 3)  # tasks of the interrupted run go on
     shutil.copytree(output, tmp_path / "other")
     (finished,) = output.glob(".*.partial/shard-00000/index.faiss")
     inode, written = finished.stat().st_ino, finished.stat().st_mtime_ns
@@ -251,7 +250,7 @@ def test_a_build_in_an_object_store_resumes_to_the_same_bytes_without_a_shared_d
     assert on_the_driver == []
     assert not run(stored).fresh
 
-    ChangeLog(index.changes, index.facts.metadata, index.facts.dimension).append([Delete("esp-0")])
+    change_log(index.path, index.facts).append([Delete("esp-0")])
     compacted = compact(CompactSettings(index=stored.output))
     assert compacted.manifest["counts"] == {"passages": len(PASSAGES) - 1, "shards": 3, "changes": 1}
     verify(stored.output)
@@ -272,7 +271,7 @@ def test_changes_are_compacted_into_the_next_version(
     gone, kept = sorted(PASSAGES)[:2]
     query = index.shards[shard_of(kept, 3)].vectors(slice(0, 1))
     changes = [Put("new", "a text", query[0], {"topic": "new", "words": 2}), Delete(gone)]
-    ChangeLog(index.changes, index.facts.metadata, index.facts.dimension).append(changes)
+    change_log(index.path, index.facts).append(changes)
     expected = index.search(query, 100)[0]
     assert {hit.id for hit in expected} == {"new", *PASSAGES} - {gone}
 

@@ -16,8 +16,8 @@ from infembed_ray.errors import InputError
 from infembed_ray.records.tables import Passage
 from infembed_ray.retrieval import build, work
 from infembed_ray.retrieval.index import Index
-from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
-from infembed_ray.retrieval.versions import IndexFacts, warn_of_changes
+from infembed_ray.retrieval.updates.write_ahead_log import Delete
+from infembed_ray.retrieval.versions import IndexFacts, change_log, warn_of_changes
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from infembed_ray.storage.places import open_binary
 from infembed_ray.storage.steps import LATEST, MANIFEST, Step, read_manifest
@@ -280,7 +280,7 @@ def test_an_index_in_an_object_store_has_the_same_bytes_and_resumes(
     assert Index.build(rows, encoder, f"{bucket}/built", **given).version == stored.version  # encodes nothing
     queries = encoder.encode_queries(["coffee", "ice"])
     assert stored.search(queries) == local.search(queries) == Index.open(f"{bucket}/built").search(queries)
-    ChangeLog(stored.changes, stored.facts.metadata, stored.facts.dimension).append([Delete("p1")])
+    change_log(stored.path, stored.facts).append([Delete("p1")])
     assert "p1" not in {hit.id for hit in stored.search(queries[0])[0]}
 
 
@@ -362,6 +362,6 @@ def test_a_build_warns_of_changes_it_will_not_have(tmp_path: Path, capsys: pytes
     warn_of_changes(step)
     assert capsys.readouterr().out == ""
     index = Index.open(first)
-    ChangeLog(index.changes, index.facts.metadata, index.facts.dimension).append([Delete("p1")])
+    change_log(index.path, index.facts).append([Delete("p1")])
     warn_of_changes(step)
     assert "index: v1 has 1 segment of changes made through the API" in capsys.readouterr().out

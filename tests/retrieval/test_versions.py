@@ -28,7 +28,7 @@ def output(tmp_path: Path) -> Path:
         write_index(tmp_path / name, unit_vectors(10 + number, 4), 2, lineage="c1", folded=number)
     (tmp_path / LATEST).write_text("a3\n")
     for id in "xy":
-        ChangeLog(tmp_path / "changes" / "c1", {}, 4).append([Delete(id)])
+        ChangeLog(tmp_path / "changes" / "c1", {}, 4, 2).append([Delete(id)])
     return tmp_path
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from infembed_ray.retrieval.shards import Hit
-from infembed_ray.retrieval.updates import live_shard, snapshot
+from infembed_ray.retrieval.updates import live_shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, LogFault
 from tests.retrieval.oracle import document
@@ -43,7 +43,7 @@ def test_a_polling_replica_finds_a_change_soon(tmp_path: Path) -> None:
 
 
 def test_repeated_puts_of_a_passage_do_not_accumulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_DEAD_ROWS", 8)
+    monkeypatch.setattr(live_shard, "_DEAD_ROWS", 8)
     shard = one_shard(tmp_path, [document(id, n) for n, id in enumerate("abc")])
     for n in range(40):
         log_of(tmp_path).append([document("a", n), document("z", n)])
@@ -96,13 +96,13 @@ def test_a_log_of_any_size_is_applied_in_pieces(tmp_path: Path, monkeypatch: pyt
     most = 4 * max(table.nbytes for _, table in log_of(tmp_path).read(0))
     monkeypatch.setattr(live_shard, "_PIECE_BYTES", most)
     pieces: list[int] = []
-    changed = LiveShard._changed
+    apply = LiveShard._apply
 
-    def measured(self: LiveShard, before: Any, sequence: int, table: pa.Table) -> Any:
-        pieces.append(table.nbytes)
-        return changed(self, before, sequence, table)
+    def measured(self: LiveShard, sequence: int, tables: list[pa.Table]) -> None:
+        pieces.append(sum(table.nbytes for table in tables))
+        apply(self, sequence, tables)
 
-    monkeypatch.setattr(LiveShard, "_changed", measured)
+    monkeypatch.setattr(LiveShard, "_apply", measured)
     assert shard.refresh()
     assert len(pieces) > 5
     assert max(pieces) <= 2 * most
