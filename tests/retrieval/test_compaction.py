@@ -17,7 +17,7 @@ from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shard_files import verify
 from infembed_ray.retrieval.shards import Shard
 from infembed_ray.retrieval.updates.write_ahead_log import Delete, LogFault, Put
-from infembed_ray.retrieval.versions import IndexFacts, finished
+from infembed_ray.retrieval.versions import finished
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from infembed_ray.storage.steps import LATEST, output_files, resolve
 from tests.retrieval.lineage import BASE, QUERIES, changes, check, first_step, fold, log_of, publish
@@ -223,27 +223,6 @@ def test_a_version_below_the_recall_floor_is_not_published(tmp_path: Path) -> No
     assert resolve(output) == first
     log_of(output).append([Delete("d2")])
     assert Compaction.open(str(output)).until == 2  # the next attempt includes the newer changes
-
-
-def test_a_directory_without_an_index_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"index=.*nowhere: no such file or directory"):
-        Compaction.open(str(tmp_path / "nowhere"))
-    with pytest.raises(InputError, match=r"index=.*not a published output"):
-        Compaction.open(str(tmp_path))
-
-
-def test_a_live_shard_of_the_next_version_reads_the_same_log(tmp_path: Path) -> None:
-    output = tmp_path / "index"
-    publish(output, shards=1)
-    log = log_of(output)
-    log.append(changes(1))
-    second = fold(Compaction.open(str(output)))
-    facts = IndexFacts.read(second)
-    (live,) = open_live(second, facts.shards, log.directory, facts.folded)
-    assert (live.sequence, live.refresh()) == (1, False)
-    log.append([document("new", 1)])
-    assert live.refresh()
-    assert live.get("new") is not None
 
 
 def test_a_damaged_next_version_is_built_again(tmp_path: Path) -> None:

@@ -4,14 +4,12 @@ import re
 from pathlib import Path
 
 import faiss
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval import factory
-from infembed_ray.retrieval.factory import EXACT_BELOW, GIB, build, candidates, centroids, choose, memory, new, sample
+from infembed_ray.retrieval.factory import EXACT_BELOW, GIB, build, candidates, choose, memory, new
 from tests.retrieval.vectors import unit_vectors
 
 
@@ -41,11 +39,6 @@ def test_less_memory_drops_the_graph_then_the_vectors_then_precision() -> None:
         "HNSW32",
         "IVF65536_HNSW32,Flat",
     ]
-
-
-def test_centroids_follow_autofaiss() -> None:
-    counts = {10_000: 400, 250_000: 2000, 999_999: 3999, 1_000_000: 16_384, 10_000_000: 65_536, 300_000_000: 131_072}
-    assert {n: centroids(n) for n in counts} == counts
 
 
 @pytest.mark.integration
@@ -119,31 +112,3 @@ def test_impossible_and_unsuitable_types_are_refused(name: str) -> None:
 def test_a_type_made_for_more_vectors_is_refused() -> None:
     with pytest.raises(InputError, match="factory=IVF64,Flat: training takes 64 vectors and a shard has 63"):
         build("IVF64,Flat", unit_vectors(63, 8))
-
-
-def test_training_samples_the_same_vectors_every_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    vectors = unit_vectors(20_000, 4)
-    taken: list[np.ndarray] = []
-
-    def spied(*arguments: object) -> np.ndarray:
-        taken.append(sample(*arguments))  # type: ignore[arg-type]
-        return taken[-1]
-
-    monkeypatch.setattr(factory, "sample", spied)
-    first, second = build("IVF300,Flat", vectors), build("IVF300,Flat", vectors)
-    assert [len(some) for some in taken] == [300 * factory.TRAINING_POINTS] * 2
-    assert 31 <= factory.TRAINING_POINTS <= 100
-    assert (taken[0] == taken[1]).all()
-    assert len({bytes(row) for row in taken[0]} & {bytes(row) for row in vectors}) == len(taken[0])
-    assert (faiss.serialize_index(first) == faiss.serialize_index(second)).all()
-
-
-def test_adding_in_blocks_from_a_file_gives_the_same_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    vectors = unit_vectors(1000, 8)
-    np.save(tmp_path / "vectors.npy", vectors)
-    whole = build("IVF8,Flat", vectors)
-    monkeypatch.setattr(factory, "BLOCK", 64)
-    pieces = build("IVF8,Flat", np.load(tmp_path / "vectors.npy", mmap_mode="r"))
-    assert (faiss.serialize_index(whole) == faiss.serialize_index(pieces)).all()

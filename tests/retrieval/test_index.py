@@ -68,13 +68,6 @@ def test_search_over_any_number_of_shards_is_exact(
             np.testing.assert_allclose(hit.score, exact[row, int(hit.id[1:])], atol=1e-5)
 
 
-def test_an_open_index_has_its_facts(tmp_path: Path) -> None:
-    index = Index.open(write_index(tmp_path / "v1", unit_vectors(10, 4), 3))
-    assert index.version == "v1"
-    assert (index.facts.encoder, index.facts.dimension, index.facts.passages) == ("aaaa", 4, 10)
-    assert [len(shard) for shard in index.shards] == [4, 3, 3] == [shard.passages for shard in index.facts.shards]
-
-
 def test_facts_round_trip_through_the_manifest(tmp_path: Path) -> None:
     root = write_index(tmp_path / "v1", unit_vectors(10, 4), 3)
     manifest = json.loads((root / MANIFEST).read_text())["index"]
@@ -95,18 +88,6 @@ def test_an_index_of_another_format_is_refused_with_the_remedy(tmp_path: Path) -
             Index.open(root)
 
 
-def test_versions_of_a_lineage_share_a_log_beside_them(tmp_path: Path) -> None:
-    first = Index.open(write_index(tmp_path / "v1", unit_vectors(10, 4), 1))
-    later = Index.open(write_index(tmp_path / "v2", unit_vectors(10, 4), 1, lineage="v1", folded=7))
-    assert first.changes == later.changes == tmp_path / "changes" / "v1"
-
-
-def test_an_output_directory_opens_its_latest_version(tmp_path: Path) -> None:
-    write_index(tmp_path / "v1", unit_vectors(10, 4), 1)
-    (tmp_path / LATEST).write_text("v1\n")
-    assert Index.open(tmp_path).version == "v1"
-
-
 def test_an_index_built_by_another_encoder_is_refused_naming_both(tmp_path: Path) -> None:
     path = write_index(tmp_path / "v1", unit_vectors(10, 4), 1, encoder="aaaa")
     Index.open(path, "aaaa")
@@ -122,13 +103,6 @@ def test_a_directory_without_an_index_is_refused(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text(json.dumps({"stage": "train", "identity": "x"}))
     with pytest.raises(InputError, match="the output of `train`"):
         Index.open(tmp_path)
-
-
-def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
-    path = write_index(tmp_path / "v1", unit_vectors(10, 4), 2)
-    (path / "shard-00001").rename(tmp_path / "elsewhere")
-    with pytest.raises(InputError, match=r"shard-00001/index\.faiss is missing"):
-        Index.open(path)
 
 
 PASSAGES = [

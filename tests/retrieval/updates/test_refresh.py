@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +11,9 @@ import pytest
 from infembed_ray.retrieval.shards import Hit
 from infembed_ray.retrieval.updates import live_shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
-from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, LogFault
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
 from tests.retrieval.oracle import document
 from tests.retrieval.updates.test_live_shard import found, log_of, one_shard
-
-
-@pytest.mark.integration
-def test_a_polling_replica_finds_a_change_soon(tmp_path: Path) -> None:
-    shard = one_shard(tmp_path, [document("a", 1)])
-    done = threading.Event()
-
-    def poll() -> None:
-        while not done.wait(0.1):
-            shard.refresh()
-
-    poller = threading.Thread(target=poll)
-    poller.start()
-    try:
-        for sequence, (change, expected) in enumerate([(document("b", 2), {"a", "b"}), (Delete("a"), {"b"})], start=1):
-            assert log_of(tmp_path).append([change]) == sequence
-            deadline = time.monotonic() + 10
-            while shard.sequence < sequence:
-                assert time.monotonic() < deadline, "not there after 10 s"
-                time.sleep(0.01)
-            assert set(found(shard)) == expected
-    finally:
-        done.set()
-        poller.join()
 
 
 def test_repeated_puts_of_a_passage_do_not_accumulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
