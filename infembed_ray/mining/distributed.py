@@ -1,7 +1,7 @@
 """`infembed mine`: actors search an index for blocks of tuples, and the driver writes the tuples with their negatives.
 
-Each finished block is a file in the unfinished output, so an interrupted run repeats only the blocks in progress. The order
-of the tuples, and what is mined for each, depend on neither the number of actors nor on interruptions.
+Each finished block is a file, so an interrupted run repeats only the blocks in progress. The result depends on neither the number
+of actors nor on interruptions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Compaction: a version and the changes since become the next version of an index.
+"""Compaction: a version and the changes since become the next version of an index, without encoding.
 
-Each shard is written again from its state at one sequence of the write-ahead log. Passages and vectors exist already, so
-nothing is encoded. The settings are those of the base; only the memory limit can be another. Changes made meanwhile
-have higher sequences. They stay in the log, which both versions read, so both give the same answers.
+Each shard is written again from its state at one sequence of the write-ahead log. Changes made meanwhile stay in the log, which
+both versions read, so both give the same answers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Choose and build the FAISS index of a shard, by number of vectors, dimension and memory.
+"""Choose and build the FAISS index of a shard, by number of vectors, dimension and memory, as autofaiss does.
 
-A factory is an index type as `faiss.index_factory` spells it. The choice follows autofaiss: exact search below ten thousand
-vectors, an HNSW graph if memory holds it, inverted lists (IVF) if it holds the vectors, and quantised lists otherwise: SQ8, then
-RaBitQ of 4, 2 and 1 bits per dimension, then product quantisation (PQ). Candidates of quantised types are reranked by the
-vectors, which stay on disk. Vectors of float16 are stored as they are by FAISS's scalar quantiser `SQfp16`, which computes
-scores in float32.
+Exact search below ten thousand vectors, a graph (HNSW) if memory holds it, inverted lists (IVF) if it holds the vectors, else
+quantised lists: SQ8, RaBitQ of 4, 2 and 1 bits per dimension, then product quantisation (PQ).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """What the steps of a build leave behind for the next ones: partitioned rows, sorted passages and vectors.
 
-They do not depend on the index type and outlive interrupted and failed builds. Builds of the same passages and vectors share
-them, one at a time. They lie in a directory that all nodes see, or, for an output in an object store, in a folder there. A file
-appears whole or not at all, so one that is there is finished. Sorted passages are one record batch per chunk: an actor that
-encodes a chunk reads only these bytes.
+They do not depend on the index type and outlive interrupted builds. A file appears whole or not at all, so one that is there is
+finished. Sorted passages are one record batch per chunk: an actor that encodes a chunk reads only these bytes.
 """
 
 from __future__ import annotations

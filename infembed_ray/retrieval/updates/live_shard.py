@@ -1,8 +1,7 @@
 """A live shard: the immutable published shard (base), and the changes of the write-ahead log on top.
 
-Passages put since are a delta of vectors in memory, searched exactly. Rows of the base that were deleted or replaced are
-masked (tombstones). A search reads one snapshot and reports its sequence. `refresh` builds the next snapshot beside it, so
-searches and refreshes do not block each other.
+Passages put since are vectors in memory (delta), searched exactly; deleted or replaced rows of the base are masked (tombstones). A
+search reads one snapshot, and `refresh` builds the next beside it, so they do not block each other.
 """
 
 from __future__ import annotations

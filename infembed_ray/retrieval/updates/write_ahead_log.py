@@ -1,19 +1,8 @@
-"""The write-ahead log of an index's changes: numbered segments in a directory or in a folder of an object store.
+"""The write-ahead log of an index's changes: numbered segments in a directory with hard links, or in an object store.
 
-Changes have a total order: the file system (a hard link) or the store (a conditional put) gives a number to one writer; the
-others take the next. A visible segment is whole, durable and never changes. A segment holds the changes of one append: a header,
-then a section for each shard that they touch, an Arrow stream of changes (`changes_schema`). The header lists the sections with
-their SHA-256, and ends with its own. A shard reads the header of every segment, and no section but its own.
-
-A damaged or missing segment is never skipped and its number never reused: reading stops before it, replicas keep serving what
-they have, and no process opens or compacts the index until it is restored. `append` does not check for damage, so it loses
-nothing; the API refuses changes meanwhile.
-
-An older version reads the changes that a newer one has folded in, so a roll-back gives the same content. `prune` deletes the
-segments before a sequence that all versions have folded in, but not that one: the log would otherwise look empty.
-
-A directory must be on a file system with hard links: a local disk, NFS (mounted with `actimeo=1`, or readers see new
-segments late), Lustre or CephFS. A killed writer can leave a `.*.partial` file there, which is ignored.
+A link or a conditional put gives a number to one writer. A visible segment is whole, durable and never changes: a header with
+checksums, then a section for each shard that its changes touch. A damaged or missing segment is never skipped and its number never
+reused: reading stops before it. `prune` keeps the last segment that all versions have folded in: it marks the log's begin.
 """
 
 from __future__ import annotations
