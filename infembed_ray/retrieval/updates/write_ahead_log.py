@@ -112,7 +112,8 @@ class ChangeLog:
         """
         by_shard: dict[int, list[dict[str, Any]]] = {}
         for change in changes:
-            by_shard.setdefault(shard_of(change.id, self.shards), []).append(self._row(change))
+            row = self._row(change)  # first: it refuses an id that has no hash
+            by_shard.setdefault(shard_of(change.id, self.shards), []).append(row)
         if not by_shard:
             return self.last()
         content = _segment({shard: self._section(rows) for shard, rows in sorted(by_shard.items())}, self.shards)
