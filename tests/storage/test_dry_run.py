@@ -21,7 +21,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.paper import results_report as paper_report
 from infembed_ray.quickstart import sample
-from infembed_ray.retrieval import preflight
+from infembed_ray.retrieval.build import prepare
 from infembed_ray.storage.object_store import SCRATCH, Folder, scratch
 from infembed_ray.storage.steps import MANIFEST, STATES
 from infembed_ray.synthesis import estimate
@@ -275,7 +275,7 @@ def test_an_index_shows_passages_and_shards(shown, backbone: str, tmp_path: Path
     status, _, err = shown("index", *given, "columns.text=body", "factory=Nothing")
     assert status == 2
     assert ["no column body" in err[0], "factory=Nothing" in err[1]] == [True, True]
-    _, _, step = preflight.prepare(IndexSettings.load(None, given))
+    _, _, step = prepare(IndexSettings.load(None, given))
     step.path.mkdir(parents=True)
     (step.path / MANIFEST).write_text('{"created": "yesterday"}')
     out = shown("index", *given)[1]
@@ -310,7 +310,7 @@ def test_the_corpus_of_an_index_in_an_object_store_is_not_copied(
     assert (status, err) == (0, [])
     assert f"passages: 40 of {folder}/corpus{suffix}\n" in out
     given[2] = f"output={folder}/out"
-    _, _, step = preflight.prepare(IndexSettings.load(None, given))
+    _, _, step = prepare(IndexSettings.load(None, given))
     step.remote.write(MANIFEST, '{"created": "yesterday"}')
     assert f"infembed index verify {step.remote}`" in shown("index", *given)[1]
 
