@@ -56,8 +56,8 @@ class EncoderArguments(Arguments):
     """Arguments of `deployments.encoder_application`. An encoder is identified by its fingerprint, wherever it was read."""
 
     relevant: ClassVar[set[str]] = {
-        *("encoder_replicas", "max_encoder_replicas", "gpus_per_encoder", "cpus_per_encoder", "runtime", "dtype"),
-        *("min_cosine", "prefix_cache_mib", "batch_tokens", "request_timeout_s"),
+        *("encoder_replicas", "max_encoder_replicas", "gpus_per_encoder", "cpus_per_encoder", "dtype", "onnx"),
+        "request_timeout_s",
     }
     places: ClassVar[set[str]] = {"model"}
     model: str
@@ -91,29 +91,21 @@ class IndexArguments(Arguments):
 class RerankerArguments(Arguments):
     """Arguments of `deployments.reranker_application`."""
 
-    relevant: ClassVar[set[str]] = {"rerank", "request_timeout_s"}
-    of_replicas: ClassVar[set[str]] = {"kind", "replicas", "cpus", "gpus"}
-    """Settings in `rerank` that affect the replicas; the others are what the API does with the scores."""
+    relevant: ClassVar[set[str]] = {"rerank", "cpus_per_encoder", "gpus_per_encoder", "request_timeout_s"}
     places: ClassVar[set[str]] = {"model"}
     model: str
     """Directory, URI in an object store, or hub name."""
     fingerprint: str
     """Hash of the model's files and of the settings that decide the scores."""
     reranker: dict[str, Any] | None = None
-    """Settings of a cross-encoder, as of a model of `infembed evaluate`; None: late interaction."""
+    """Settings of a cross-encoder but its model, as of a model of `infembed evaluate`; None: late interaction."""
 
     @field_validator("settings")
     @classmethod
     def _keep_relevant(cls, settings: ServeSettings) -> ServeSettings:
         assert settings.rerank is not None
-        rerank = RerankSettings.model_validate(settings.rerank.model_dump(include=cls.of_replicas))
-        return ServeSettings(index="", rerank=rerank, request_timeout_s=settings.request_timeout_s)
-
-    @property
-    def rerank(self) -> RerankSettings:
-        """The settings of the replicas."""
-        assert self.settings.rerank is not None
-        return self.settings.rerank
+        of_replicas = RerankSettings(kind=settings.rerank.kind, replicas=settings.rerank.replicas)
+        return ServeSettings(index="", **settings.model_dump(include=cls.relevant - {"rerank"}), rerank=of_replicas)
 
     @property
     def application(self) -> str:
@@ -126,8 +118,7 @@ class ApiArguments(Arguments):
 
     relevant: ClassVar[set[str]] = {
         *("api_keys_env", "api_keys_file", "ingress_replicas", "encoder_replicas", "max_encoder_replicas"),
-        *("shard_replicas", "request_timeout_s", "max_body_mib", "ha_proxy", "query_cache_mib"),
-        *("compact_at", "ranking"),
+        *("shard_replicas", "request_timeout_s", "ha_proxy", "compact_at", "ranking"),
     }
     locked: bool
     """API keys are configured; a replica that finds none does not start."""

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import ray
 from prometheus_client import Metric
 from ray import serve
@@ -22,12 +21,12 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Deplo
 
 from infembed_ray import ray_compat
 from infembed_ray.config.retrieval import CompactSettings
-from infembed_ray.errors import StartError, in_one_line, quoted_input_error
+from infembed_ray.config.serving import DEFAULT_COLLECTION
+from infembed_ray.errors import InputError, StartError, in_one_line, quoted_input_error
 from infembed_ray.progress import counted, say
 from infembed_ray.ray_failures import memory_report
-from infembed_ray.retrieval.answers import ShardQuery
+from infembed_ray.retrieval.index import Index
 from infembed_ray.serving import startup
-from infembed_ray.serving.compaction import AutoCompaction
 from infembed_ray.serving.deployments import (
     encoder_application,
     environment,
@@ -42,10 +41,8 @@ from infembed_ray.serving.plan import LOGGING
 from infembed_ray.serving.probes import probe, worse_rankings
 from infembed_ray.serving.release import (
     APPLICATION,
-    ENCODER,
     INGRESS,
     INGRESS_CPUS,
-    RERANKER,
     SUPERVISOR,
     ApiArguments,
     Arguments,
@@ -55,9 +52,10 @@ from infembed_ray.serving.release import (
     RerankerArguments,
 )
 from infembed_ray.serving.replicas import Ingress
+from infembed_ray.serving.routing.blue_green import open_release
 from infembed_ray.serving.routing.remote import RemoteDeployment
-from infembed_ray.serving.served import Served
-from infembed_ray.serving.service import Query
+from infembed_ray.storage.places import address, place_of
+from infembed_ray.storage.steps import find_input
 
 START_TIMEOUT_S = 600.0
 """Time for replicas to start: a large model is read and warmed up, and a node may have to be added first."""
@@ -65,12 +63,15 @@ READY_TIMEOUT_S = 120.0
 """Time for started replicas to answer."""
 LOOK_S = 10.0
 """Seconds between two counts of the changed documents."""
+COMPACTION_RETRY_S = 600.0
+"""Seconds until the next attempt to compact a collection after one that failed."""
+KEPT_VERSIONS = 2
+"""Versions of an index that a compaction leaves: the one that was served until then, and the next."""
 POLL_S = 0.5
 MAX_POLL_S = 5.0
 """Least and most seconds between two status queries to Serve's controller; each costs it work."""
 PROGRESS_S = 10.0
 """Seconds between two lines about a starting application."""
-CHECK_QUERY = "Is anybody there?"
 BUILDERS: dict[type[Arguments], Callable[[Any], serve.Application]] = {
     EncoderArguments: encoder_application,
     IndexArguments: index_application,
@@ -125,9 +126,7 @@ class Supervisor:
         self._page = MetricsPage()
         self._ingress = RemoteDeployment.named(INGRESS, APPLICATION)
         self._verdicts: dict[tuple[str, str], asyncio.Future[str | None]] = {}
-        self._compaction = AutoCompaction(
-            arguments.settings.compact_at, self._served, self._changed, self._compact, self._replace
-        )
+        self._not_before: dict[str, float] = {}  # collection -> time of its next attempt, after a failed compaction
         self._watch: asyncio.Task[None] | None = None
 
     async def keep(self, replica: str, metrics: list[Metric]) -> None:
@@ -137,7 +136,7 @@ class Supervisor:
             self._watch = asyncio.get_running_loop().create_task(self._compact_when_due())
 
     async def metrics(self) -> bytes:
-        """As `Service.metrics`."""
+        """Return the metrics of all replicas in Prometheus text format."""
         return self._page.text()
 
     async def verdict(self, current: ReleaseSpec, new: ReleaseSpec) -> str | None:
@@ -164,8 +163,8 @@ class Supervisor:
         assert new.probes is not None
         figures = []
         for spec in (current, new):
-            opened = Served.open(spec, self._arguments.settings, self._ingress)
-            figures.append(await probe(next(iter(opened.releases.values())).search, new.probes.probes))
+            opened = open_release(spec, self._arguments.settings, self._ingress)
+            figures.append(await probe(opened[DEFAULT_COLLECTION].search, new.probes.probes))
         before, after = figures
         queries = counted(len(new.probes.probes), "probe")
         log.warning("nDCG@10 on %s: %.1f, of the current release %.1f", queries, after.ndcg, before.ndcg)
@@ -177,26 +176,55 @@ class Supervisor:
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                await self._compaction.look()
+                await self.compact_if_due()
             except Exception as error:  # any: the ingress may be restarting
                 log.warning("changed documents are not counted: %s", in_one_line(error))
+
+    async def compact_if_due(self) -> None:
+        """Compact the collection with the most changes, if `compact_at` says so, and switch; log a failure.
+
+        The API goes on meanwhile. A release that another command has switched to is left alone.
+        """
+        due_at = self._arguments.settings.compact_at
+        if due_at is None or (release := await self._served()) is None:
+            return
+        now = time.monotonic()
+        counts: Mapping[str, float] = await self._ingress("changed_documents")
+        due = [name for name, n in counts.items() if n >= due_at and now >= self._not_before.get(name, 0.0)]
+        if not due:
+            return
+        name = max(due, key=counts.__getitem__)
+        label = "the index" if name == DEFAULT_COLLECTION else f"the collection {name}"
+        log.warning("%.0f documents per shard of %s have changed: compacting it", counts[name], label)
+        try:
+            await self._compact_collection(release, name)
+        except Exception as error:  # any: the API goes on as it is
+            self._not_before[name] = time.monotonic() + COMPACTION_RETRY_S
+            reason = str(error) if isinstance(error, InputError) else in_one_line(error)
+            log.error("%s is not compacted (%s); next attempt in %.0f s", label, reason, COMPACTION_RETRY_S)
+
+    async def _compact_collection(self, release: ReleaseSpec, name: str) -> None:
+        index = release.collections[name].index
+        place = place_of(index.index)
+        latest = find_input(address(place.parent), "index")
+        if latest.name != place.name:  # publishing the next version would replace it
+            fault = f"{latest.name} is the latest version"
+            raise InputError.of("index", index.index, fault, "run `infembed serve` to switch to it")
+        kept = KEPT_VERSIONS if release.command else None
+        cpus = index.settings.cpus_per_shard
+        settings = CompactSettings(index=index.index, cpus_per_shard=cpus, keep_versions=kept)
+        published = await compact_index.remote(settings)
+        served = await self._served()
+        if served is None or served.fingerprint != release.fingerprint:
+            raise InputError.of("index", index.index, "another release is served meanwhile")
+        new = successor(release, name, published)
+        await asyncio.to_thread(roll_out, self._arguments, new, (self._arguments, release))
+        log.warning("switched: every answer now comes from %s", new.versions)
 
     async def _served(self) -> ReleaseSpec | None:
         _, spec = await self._ingress("served")
         release: ReleaseSpec | None = spec
         return release
-
-    async def _changed(self) -> Mapping[str, float]:
-        counts: Mapping[str, float] = await self._ingress("changed_documents")
-        return counts
-
-    async def _compact(self, settings: CompactSettings) -> str:
-        place: str = await compact_index.remote(settings)
-        return place
-
-    async def _replace(self, current: ReleaseSpec, new: ReleaseSpec) -> None:
-        await asyncio.to_thread(roll_out, self._arguments, new, (self._arguments, current))
-        log.warning("switched: every answer now comes from %s", new.versions)
 
 
 @ray.remote(num_cpus=0, max_retries=0)
@@ -206,6 +234,22 @@ def compact_index(settings: CompactSettings) -> str:
 
     startup.lower_priority()
     return compact(settings).address
+
+
+def successor(release: ReleaseSpec, collection: str, place: str) -> ReleaseSpec:
+    """Return a release with another version of one collection's index, which the same encoder built."""
+    index, before = Index.describe(place), release.collections[collection]
+    arguments = before.index.model_copy(update={"index": address(index.path), "version": index.version})
+    card = before.card.model_copy(update={"index_version": index.version, "passages": index.facts.passages})
+    after = before.model_copy(
+        update={
+            "index": arguments,
+            "shards": tuple(shard.name for shard in index.facts.shards),
+            "changes": address(index.changes),
+            "card": card,
+        }
+    )
+    return release.model_copy(update={"collections": {**release.collections, collection: after}})
 
 
 # -------------------------------------------------------------------------------------------- one release for another
@@ -218,7 +262,7 @@ Deployed = tuple[ApiArguments, ReleaseSpec]
 def roll_out(
     arguments: ApiArguments, new: ReleaseSpec, current: Deployed | None, timeout_s: float = START_TIMEOUT_S
 ) -> None:
-    """Start the parts of a release that do not run, check them, and switch the API to it; then delete what is unused.
+    """Start the parts of a release that do not run, and switch the API to it once it answers; then delete what is unused.
 
     Args:
         arguments: of the API.
@@ -234,10 +278,14 @@ def roll_out(
     missing = set(new.parts) - running_applications()
     try:
         start_parts(new, missing, timeout_s)
-        check_with_query(new, arguments.settings.request_timeout_s, timeout_s)
         if current is not None:
-            _require_better(current[1], new)
-            _require_unswitched(current[1])
+            supervisor = serve.get_deployment_handle(SUPERVISOR, app_name=APPLICATION)
+            if fault := supervisor.verdict.remote(current[1], new).result():
+                raise StartError(f"the new release is not served, {current[1].versions} serves on: {fault}")
+            if (served := served_release()) is None or served[1].fingerprint != current[1].fingerprint:
+                raise StartError(
+                    "another command has switched the API meanwhile; it stays as it is: run this command again"
+                )
         switch_to(arguments, new)
         _wait_until_answered_from(new)
     except BaseException:
@@ -257,33 +305,6 @@ def start_parts(release: ReleaseSpec, missing: set[str], timeout_s: float) -> No
         ray_compat.start_application(application, name, None, LoggingConfig(**LOGGING))
     for name in names:
         wait_until_running(name, timeout_s)
-
-
-def check_with_query(release: ReleaseSpec, request_timeout_s: float, timeout_s: float = READY_TIMEOUT_S) -> None:
-    """Send a query through every part of a release; StartError if one does not answer."""
-
-    def answer(application: str, deployment: str, method: str, *arguments: Any) -> Any:
-        handle = serve.get_deployment_handle(deployment, app_name=application).options(method_name=method)
-        try:
-            answer = handle.remote(*arguments).result(timeout_s=timeout_s)
-            first = answer[0]
-            if isinstance(first, BaseException):
-                raise first
-        except Exception as error:
-            raise StartError(f"{application}: {deployment} does not answer: {in_one_line(error)}") from error
-        return first
-
-    vectors: dict[str, np.ndarray] = {
-        name: answer(name, ENCODER, "embed_many", [[Query(CHECK_QUERY)]], request_timeout_s).vectors
-        for name in release.encoders
-    }
-    for spec in release.by_name.values():
-        for shard in spec.shards:
-            query = ShardQuery(vectors[spec.encoder.application], 1)
-            answer(spec.index.application, shard, "search_many", [query])
-    if release.reranker:
-        pairs = [(CHECK_QUERY, None, [CHECK_QUERY])]
-        answer(release.reranker.application, RERANKER, "score_many", pairs, request_timeout_s)
 
 
 def switch_to(arguments: ApiArguments, release: ReleaseSpec | None) -> None:
@@ -306,18 +327,6 @@ def running_applications() -> set[str]:
     """Return the names of the applications that run."""
     applications = serve.status().applications
     return {name for name, state in applications.items() if state.status == ApplicationStatus.RUNNING}
-
-
-def _require_better(current: ReleaseSpec, new: ReleaseSpec) -> None:
-    supervisor = serve.get_deployment_handle(SUPERVISOR, app_name=APPLICATION)
-    if fault := supervisor.verdict.remote(current, new).result():
-        raise StartError(f"the new release is not served, {current.versions} serves on: {fault}")
-
-
-def _require_unswitched(current: ReleaseSpec) -> None:
-    """StartError if another command has switched the API while this one tried its release."""
-    if (served := served_release()) is None or served[1].fingerprint != current.fingerprint:
-        raise StartError("another command has switched the API meanwhile; it stays as it is: run this command again")
 
 
 def _wait_until_answered_from(release: ReleaseSpec) -> None:

@@ -9,73 +9,61 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from infembed_ray.config.serving import ServeSettings
+from infembed_ray.errors import InputError
+from infembed_ray.modeling.precision import cpu_has_bf16
 from infembed_ray.modeling.tokenizer import Side, TextTokenizer, Tokens
+from infembed_ray.progress import say
 from infembed_ray.serving import startup
-from infembed_ray.serving.encoder import calibration
-from infembed_ray.serving.encoder.batching import (
-    BatchingEngine,
-    Counters,
-    DeadlineExceeded,
-    Embedded,
-    measured_overhead,
-)
-from infembed_ray.serving.encoder.calibration import Candidate, Choice, Measurement
-from infembed_ray.serving.encoder.known import KnownEncoder, describe
-from infembed_ray.serving.encoder.runtime import threads
+from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, Embedded
+from infembed_ray.storage.steps import read_manifest, resolve_input
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder
+    from infembed_ray.modeling.prefix_cache import PrefixCache
 
-BATCH_TO_OVERHEAD = 16
-"""Largest batch, as a multiple of the fixed cost of a batch. Larger ones save little and delay the next request."""
-MIN_BATCH_TOKENS = 512
-"""Lower bound of the largest batch."""
+CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 1024, 4096
+"""Largest number of tokens in a batch. On a CPU larger ones save little and delay the next request."""
+PREFIX_CACHE_BYTES = 256 * 2**20
+"""Size of the prefix cache for instructions, with causal backbones."""
+WARM_UP_LENGTHS = (4, 8, 16, 32, 64, 128, 256, 512)
 SLICE = 128
 """Inputs of a request that are tokenised in one call, so that other requests get a turn in between."""
 
 
-class Facts(NamedTuple):
-    """State of an encoding engine, for the metrics."""
-
-    candidate: Candidate
-    """Runtime and precision that were chosen."""
-    measured: Mapping[Candidate, Measurement]
-    """What the calibration measured of each candidate; empty without a choice."""
-    waiting: int
-    """Texts in the queue."""
-    counters: Counters
-    """Totals since the start."""
-    prefix_hits: int
-    """Queries whose instruction was in the prefix cache."""
-    prefix_misses: int
-    """Queries whose instruction was computed; 0 without a cache."""
-    prefix_bytes: int
-    """Memory of the cached instructions."""
-
-
 class _Untokenized(NamedTuple):
-    inputs: Sequence[str] | Sequence[list[int]]
+    texts: Sequence[str]
     instructions: Sequence[str | None] | None
-    """One per query; None: the inputs are passages."""
+    """One per query; None: the texts are passages."""
     tokens: asyncio.Future[list[Tokens]]
 
 
 class EncodingEngine:
-    """Embeds texts and token arrays. All calls come from one event loop; build it with `load`.
+    """Embeds texts. All calls come from one event loop; build it with `load`.
 
     Args:
         tokenizer: tokenises.
-        choice: the runtime that embeds.
-        engine: forms the batches.
+        batching: forms the batches and runs the model.
+        runtime: what runs it, and in which precision.
+        prefixes: its cache of encoded instructions, if it has one.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, choice: Choice, engine: BatchingEngine) -> None:
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        batching: BatchingEngine,
+        runtime: str = "torch float32",
+        prefixes: PrefixCache | None = None,
+    ) -> None:
+        self.batching = batching
+        self.runtime = runtime
+        self.prefixes = prefixes
         self._tokenizer = tokenizer
-        self._choice = choice
-        self._engine = engine
         # One thread, because truncation is mutable state of a fast tokenizer; not the event loop, which a long text
         # would block.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
@@ -84,106 +72,78 @@ class EncodingEngine:
 
     @classmethod
     def load(
-        cls, model: str, settings: ServeSettings, dimensions: int | None = None, known: KnownEncoder | None = None
+        cls, model: str, settings: ServeSettings, dimensions: int | None = None, fingerprint: str | None = None
     ) -> EncodingEngine:
-        """Load a model, choose its runtime and warm it up. Blocks for seconds.
-
-        torch is imported unless an earlier start has left a graph that may run.
+        """Load a model and warm it up. Blocks for seconds.
 
         Args:
             model: directory or hub name.
-            settings: runtime, dtype, threads, batches and queue.
+            settings: `dtype`, `onnx`, and the resources of a replica.
             dimensions: as `InstructionEncoder.from_pretrained` takes it.
-            known: the model's description; None: it is made here.
+            fingerprint: that the model must have; None: any.
 
         Raises:
-            InputError: the model cannot run as the settings ask.
+            InputError: there is no such model, it has another fingerprint, or `onnx` is not its export.
         """
-        known = known or startup.in_background(lambda: describe(model, dimensions))
-        choice = calibration.resume(known, settings)
-        if choice is None:
-            encoder = startup.in_background(lambda: _load(model, settings, dimensions))
-            choice = calibration.choose(encoder, settings, model)
-        chosen = choice.runtime
-        for text in calibration.probes(known.texts):
-            chosen.embed([text])
-        overhead = measured_overhead(chosen.embed, lambda n: Tokens([0] * n), settings.batch_tokens)
-        engine = BatchingEngine(
-            chosen.embed,
-            batch_tokens=min(settings.batch_tokens, max(MIN_BATCH_TOKENS, int(BATCH_TO_OVERHEAD * overhead))),
-            overhead_tokens=overhead,
-            padded=chosen.padded,
-            cost=chosen.cost,
-        )
-        return cls(known.texts, choice, engine)
+        encoder = startup.in_background(lambda: _load(model, settings, dimensions))
+        if fingerprint not in (None, own := encoder.fingerprint()):
+            fault = f"its fingerprint is {own} on this node and {fingerprint} where `serve` was started"
+            raise InputError.of("model", model, fault, "put the same checkpoint on all nodes")
+        gpu = settings.gpus_per_encoder > 0
+        batch_tokens = GPU_BATCH_TOKENS if gpu else CPU_BATCH_TOKENS
+        if settings.onnx is not None:
+            graphs = OnnxGraphs(onnx_files(settings.onnx, own), _threads(settings))
+            batching, runtime, prefixes = BatchingEngine(graphs.embed, batch_tokens=batch_tokens), "onnx float32", None
+            embed = graphs.embed
+        else:
+            prefixes = _prefix_cache(encoder)
+            embedder = prefixes or encoder
 
-    @property
-    def facts(self) -> Facts:
-        """The current state."""
-        prefixes = self._choice.runtime.prefixes
-        return Facts(
-            candidate=self._choice.candidate,
-            measured=self._choice.measured,
-            waiting=self._engine.waiting,
-            counters=self._engine.counters,
-            prefix_hits=prefixes.hits if prefixes else 0,
-            prefix_misses=prefixes.misses if prefixes else 0,
-            prefix_bytes=prefixes.bytes if prefixes else 0,
-        )
+            def embed(sequences: Sequence[Tokens]) -> np.ndarray:
+                return embedder.embed(sequences, batch_tokens)
+
+            batching = BatchingEngine(
+                embed,
+                batch_tokens=batch_tokens,
+                padded=not (prefixes or encoder.packs),
+                cost=prefixes.remaining if prefixes else len,
+            )
+            runtime = str(encoder.dtype).replace("torch.", "torch ")
+        for length in WARM_UP_LENGTHS:
+            embed([Tokens([0] * min(length, encoder.text.passage_length))])
+        say(f"serve: the encoder runs in {runtime}")
+        return cls(encoder.texts, batching, runtime, prefixes)
 
     async def embed(
-        self,
-        inputs: list[str] | list[list[int]],
-        input_type: Side,
-        instruction: str | None = None,
-        timeout_s: float | None = None,
+        self, texts: Sequence[str], instructions: Sequence[str | None] | None, timeout_s: float | None = None
     ) -> Embedded:
-        """Embed texts or token arrays. Token arrays are decoded first, so template, prefix and special tokens apply.
+        """Embed texts.
 
         Args:
-            inputs: at least one.
-            input_type: query or passage.
-            instruction: shared by all queries; None if they have none.
+            texts: at least one.
+            instructions: one per query, None for a query without one; None: the texts are passages.
             timeout_s: time-out of the request; None: no limit.
 
         Raises:
             QueueFull: try again later.
-            EmptySequence: one of the inputs has no tokens.
             DeadlineExceeded: no answer within `timeout_s`.
         """
-        instructions = None if input_type == "passage" else [instruction] * len(inputs)
-        return await self._embed(inputs, instructions, timeout_s)
-
-    async def embed_queries(
-        self, queries: Sequence[str], instructions: Sequence[str | None], timeout_s: float | None = None
-    ) -> Embedded:
-        """Embed queries, each under its own instruction, as `embed`."""
-        return await self._embed(queries, instructions, timeout_s)
-
-    async def _embed(
-        self,
-        inputs: Sequence[str] | Sequence[list[int]],
-        instructions: Sequence[str | None] | None,
-        timeout_s: float | None,
-    ) -> Embedded:
-        self._engine.require_capacity(len(inputs), timeout_s)  # before any work is done
+        self.batching.require_capacity(len(texts), timeout_s)  # before any work is done
         began = asyncio.get_running_loop().time()
         tokens: list[Tokens] = []
-        for start in range(0, len(inputs), SLICE):
+        for start in range(0, len(texts), SLICE):
             part = slice(start, start + SLICE)
-            tokens += await self._tokenized(inputs[part], None if instructions is None else instructions[part])
+            tokens += await self._tokenized(texts[part], None if instructions is None else instructions[part])
         left = None if timeout_s is None else timeout_s - (asyncio.get_running_loop().time() - began)
         try:
-            vectors = await self._engine.embed(tokens, left)
+            vectors = await self.batching.embed(tokens, left)
         except DeadlineExceeded:
             raise DeadlineExceeded(timeout_s or 0.0) from None
         return Embedded(vectors, sum(map(len, tokens)))
 
-    async def _tokenized(
-        self, inputs: Sequence[str] | Sequence[list[int]], instructions: Sequence[str | None] | None
-    ) -> list[Tokens]:
+    async def _tokenized(self, texts: Sequence[str], instructions: Sequence[str | None] | None) -> list[Tokens]:
         loop = asyncio.get_running_loop()
-        untokenized = _Untokenized(inputs, instructions, loop.create_future())
+        untokenized = _Untokenized(texts, instructions, loop.create_future())
         self._untokenized.append(untokenized)
         if self._tokenizing is None or self._tokenizing.done():
             self._tokenizing = loop.create_task(self._tokenize_all())
@@ -206,32 +166,111 @@ class EncodingEngine:
     def _tokenize(self, batch: list[_Untokenized]) -> list[list[Tokens] | Exception]:
         """Return the tokens of each request, or its exception."""
         queries = [one for one in batch if one.instructions is not None]
-        passages = [one for one in batch if one.instructions is None]
         try:
             instructions = [i for one in queries for i in one.instructions or ()]
-            of_queries = iter(self._tokenizer.tokenize_queries(self._texts(queries), instructions))
-            of_passages = iter(self._tokenizer.tokenize_passages(self._texts(passages)))
+            of_queries = iter(self._tokenizer.tokenize_queries([t for one in queries for t in one.texts], instructions))
+            passages = [text for one in batch if one.instructions is None for text in one.texts]
+            of_passages = iter(self._tokenizer.tokenize_passages(passages))
         except BaseException as error:  # a panic of the tokenizer is not an Exception
             if len(batch) == 1:
                 return [error if isinstance(error, Exception) else RuntimeError(repr(error))]
             return [answer for one in batch for answer in self._tokenize([one])]
-        return [list(islice(of_passages if one.instructions is None else of_queries, len(one.inputs))) for one in batch]
-
-    def _texts(self, several: list[_Untokenized]) -> list[str]:
-        return [x if isinstance(x, str) else self._tokenizer.decode(x) for one in several for x in one.inputs]
+        return [list(islice(of_passages if one.instructions is None else of_queries, len(one.texts))) for one in batch]
 
 
 def _load(model: str, settings: ServeSettings, dimensions: int | None) -> InstructionEncoder:
-    """Load a model as the settings ask."""
+    """Load a model; with `onnx` without its weights, to tokenise only."""
     import torch
 
     from infembed_ray.modeling.encoder import InstructionEncoder
 
-    torch.set_num_threads(threads(settings))
-    low = settings.dtype == "auto" and settings.gpus_per_encoder > 0
+    torch.set_num_threads(_threads(settings))
+    gpu = settings.gpus_per_encoder > 0
+    low = settings.dtype == "bfloat16" or (settings.dtype == "auto" and (gpu or cpu_has_bf16()))
     return InstructionEncoder.from_pretrained(
         model,
         dimensions=dimensions,
-        device="cuda" if settings.gpus_per_encoder else "cpu",
-        dtype=torch.bfloat16 if low or settings.dtype == "bfloat16" else torch.float32,
+        device="meta" if settings.onnx is not None else "cuda" if gpu else "cpu",
+        dtype=torch.bfloat16 if low else torch.float32,
     ).eval()
+
+
+def _threads(settings: ServeSettings) -> int:
+    return max(1, int(settings.cpus_per_encoder))
+
+
+def _prefix_cache(encoder: InstructionEncoder) -> PrefixCache | None:
+    from infembed_ray.modeling import prefix_cache
+
+    if not encoder.causal:
+        return None
+    if obstacle := prefix_cache.obstacle(encoder):
+        say(f"serve: the prefix cache is off, every query encodes its instruction: {obstacle}")
+        return None
+    return prefix_cache.PrefixCache(encoder, PREFIX_CACHE_BYTES)
+
+
+# ------------------------------------------------------------------------------------------------------------ ONNX
+
+
+class OnnxGraphs:
+    """ONNX Runtime on the CPU, on the graphs of an encoder.
+
+    Args:
+        files: the graph of each side; the same for both if they share a backbone.
+        threads: threads of one run.
+    """
+
+    def __init__(self, files: Mapping[Side, Path], threads: int) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        # Threads that spin between two runs would take CPU time from the tokenizer and the event loop.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        sessions: dict[Path, Any] = {
+            file: onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+            for file in set(files.values())
+        }
+        self._sessions = {side: sessions[file] for side, file in files.items()}
+
+    def embed(self, sequences: Sequence[Tokens]) -> np.ndarray:
+        """Embed a batch: (len(sequences), d) float32 unit vectors."""
+        vectors: dict[int, np.ndarray] = {}
+        for session in dict.fromkeys(self._sessions.values()):
+            rows = [row for row, tokens in enumerate(sequences) if self._sessions[tokens.side] is session]
+            if rows:
+                vectors |= zip(rows, self._run(session, [sequences[row].ids for row in rows]), strict=True)
+        return np.stack([vectors[row] for row in range(len(sequences))])
+
+    @staticmethod
+    def _run(session: Any, texts: list[list[int]]) -> np.ndarray:
+        lengths = np.array([len(ids) for ids in texts])
+        real = np.arange(lengths.max()) < lengths[:, None]
+        ids = np.zeros(real.shape, dtype=np.int64)  # masked positions may hold any token
+        ids[real] = np.concatenate(texts)
+        vectors: np.ndarray = session.run(None, {"input_ids": ids, "attention_mask": real.astype(np.int64)})[0]
+        return vectors
+
+
+def onnx_files(onnx: str, fingerprint: str) -> dict[Side, Path]:
+    """Return the graph of each side in an output of `infembed export`.
+
+    Raises:
+        InputError: there is no such output, it is of another encoder, or onnxruntime is not installed.
+    """
+    try:
+        import onnxruntime  # noqa: F401
+    except ImportError:
+        remedy = "pip install 'infembed-ray[onnx]', or leave out onnx"
+        raise InputError.of("onnx", onnx, "onnxruntime is not installed", remedy) from None
+    folder = resolve_input(onnx, "onnx")
+    exported = read_manifest(folder, "onnx").get("encoder")
+    if exported != fingerprint:
+        fault = f"is the export of the encoder {exported}, and {fingerprint} is served"
+        raise InputError.of("onnx", onnx, fault, "export the served model with `infembed export`")
+    shared = folder / "model.onnx"
+    if shared.is_file():
+        return {"query": shared, "passage": shared}
+    return {"query": folder / "query.onnx", "passage": folder / "passage.onnx"}

@@ -8,11 +8,10 @@ from __future__ import annotations
 import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infembed_ray.serving.http.errors import HttpError, too_large, too_many_requests
+from infembed_ray.serving.http.errors import MAX_BODY_MIB, HttpError, too_large, too_many_requests
 from infembed_ray.serving.http.middleware import REQUEST_ID
 
-LIMIT_VARIABLE = "INFEMBED_MAX_BODY_MIB"
-"""Environment variable of Serve's proxies and replicas: the `max_body_mib` that Serve was started with."""
+MAX_BODY_BYTES = MAX_BODY_MIB * 2**20
 READ_TIMEOUT_S = 30.0
 """Longest time from the end of the headers to the last byte of the body."""
 MAX_BODIES_IN_MEMORY = 32
@@ -30,16 +29,10 @@ class BodyReader:
 
     It rejects a body that is too large (413) or too slow (408), and a large one when too many are in memory (429). It also
     removes a malformed X-Request-Id, because Serve returns any value unchecked.
-
-    Args:
-        app: the next application.
-        max_body_mib: largest body.
     """
 
-    def __init__(self, app: ASGIApp, max_body_mib: float) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._max_mib = max_body_mib
-        self._max_bytes = max_body_mib * 2**20
         self._bytes_in_memory = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,8 +60,8 @@ class BodyReader:
     async def _read(self, scope: Scope, receive: Receive, chunks: list[bytes]) -> HttpError | None:
         """Append the body's chunks; return the error for a rejected body."""
         announced = dict(scope["headers"]).get(b"content-length", b"")
-        if announced.isdigit() and int(announced) > self._max_bytes:
-            return too_large(self._max_mib)
+        if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
+            return too_large()
         size, more = 0, True
         while more:
             message = await receive()
@@ -78,9 +71,9 @@ class BodyReader:
             chunks.append(chunk)
             size += len(chunk)
             self._bytes_in_memory += len(chunk)
-            if size > self._max_bytes:
-                return too_large(self._max_mib)
-            if size > SMALL_BYTES and self._bytes_in_memory > MAX_BODIES_IN_MEMORY * self._max_bytes:
+            if size > MAX_BODY_BYTES:
+                return too_large()
+            if size > SMALL_BYTES and self._bytes_in_memory > MAX_BODIES_IN_MEMORY * MAX_BODY_BYTES:
                 return too_many_requests()
         return None
 

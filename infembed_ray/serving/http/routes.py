@@ -1,6 +1,6 @@
 """Routes of the HTTP API: embeddings, search, documents, collections, models and status.
 
-Each request reads the current `Service` of its collection once, so it is answered by one release even if another one takes over meanwhile.
+Each request reads the current service of its collection once, so it is answered by one release even if another one takes over meanwhile.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.convertors import PathConvertor, register_url_convertor
 
 from infembed_ray.config.serving import DEFAULT_COLLECTION
+from infembed_ray.modeling.formats import Question
 from infembed_ray.retrieval import filters
 from infembed_ray.serving import schema
 from infembed_ray.serving.http.auth import ALLOWED
 from infembed_ray.serving.http.errors import HttpError, json_response
 from infembed_ray.serving.http.openapi import error_responses
-from infembed_ray.serving.service import Document, Found, Query, ReadOnly, Search, Service, Stuck
+from infembed_ray.serving.routing.blue_green import Release
+from infembed_ray.serving.service import Document, ReadOnly, Search, Stuck
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
@@ -43,10 +45,10 @@ class Collections:
         all: returns the services of a new request, the default collection first. They are of one release.
     """
 
-    def __init__(self, all: Callable[[], Mapping[str, Service]]) -> None:
+    def __init__(self, all: Callable[[], Mapping[str, Release]]) -> None:
         self.all = all
 
-    def __getitem__(self, name: str) -> Service:
+    def __getitem__(self, name: str) -> Release:
         """Return the service of a collection; HttpError if there is none, or the key may not use it."""
         allowed = ALLOWED.get()
         if allowed is not None and name not in allowed:  # the same answer whether there is such a collection or not
@@ -59,11 +61,11 @@ class Collections:
             raise HttpError("collection_not_found", message, param="collection")
         return visible[name]
 
-    def of(self, request: Request) -> Service:
+    def of(self, request: Request) -> Release:
         """Return the service of the collection in a request's path; without one, of the default collection."""
         return self[request.path_params.get("collection", DEFAULT_COLLECTION)]
 
-    def visible(self) -> dict[str, Service]:
+    def visible(self) -> dict[str, Release]:
         """Return the collections that the key may use."""
         allowed = ALLOWED.get()
         return {name: service for name, service in self.all().items() if allowed is None or name in allowed}
@@ -73,7 +75,7 @@ class Collections:
         cards = [service.card for service in self.visible().values()]
         return list({card.id: card for card in reversed(cards)}.values())[::-1]
 
-    def encoding(self, model: str | None) -> Service:
+    def encoding(self, model: str | None) -> Release:
         """Return the service that embeds texts: of the default collection, unless another model is named.
 
         Every key may use every encoder: vectors of the client's own texts tell nothing about a collection.
@@ -94,9 +96,9 @@ def add_collection_routes(api: APIRouter, collections: Collections) -> None:
 
         return register
 
-    @both("POST", "/search", schema.SearchResponse | schema.SearchManyResponse, 404)
+    @both("POST", "/search", schema.SearchResponse, 404)
     async def search(body: schema.SearchRequest, request: Request) -> Response:
-        """Search the nearest passages to one query or several queries, each under an instruction, best first."""
+        """Search the nearest passages to a query under an instruction, best first."""
         return await _answer_search(collections.of(request), body)
 
     @both("PUT", "/documents", schema.ChangeResponse, 507)
@@ -128,12 +130,13 @@ def add_model_routes(api: APIRouter, collections: Collections) -> None:
 
     @api.post("/v1/embeddings", response_model=schema.EmbeddingsResponse, responses=error_responses(404))
     async def embeddings(body: schema.EmbeddingsRequest, request: Request) -> Response:
-        """Embed texts or token arrays: one unit vector per input, in order."""
+        """Embed texts: one unit vector per input, in order."""
         service = collections.encoding(body.model)
         card = _require_model(service, body.model)
-        inputs = body.inputs()
-        _require_possible(body, inputs, card)
-        embedded = await service.embed(inputs, body.kind(), body.instruction)
+        if body.dimensions is not None and body.dimensions > card.dimension:
+            message = f"dimensions={body.dimensions}: the model has {card.dimension}; ask for at most that many"
+            raise HttpError(400, message, param="dimensions")
+        embedded = await service.embed(*body.texts())
         pieces = schema.EmbeddingsResponse.json_of(embedded.vectors, embedded.tokens, card.id, body)
         return Response(await _join(pieces), media_type="application/json")
 
@@ -197,32 +200,40 @@ def add_status_routes(api: APIRouter, collections: Collections, deployment: Call
 # ------------------------------------------------------------------------------------- answers of one collection
 
 
-async def _answer_search(service: Service, request: schema.SearchRequest) -> Response:
+async def _answer_search(service: Release, request: schema.SearchRequest) -> Response:
     """Answer a search."""
     card = _require_model(service, request.model)
     filters.parse(request.filter, card.metadata)  # raises before anything is encoded
-    queries = [Query(*both) for both in zip(request.queries(), request.instructions(), strict=True)]
     if request.hybrid and not card.lexical:
         raise HttpError(400, f"hybrid={request.hybrid:g}: {schema.NO_WORDS}", param="hybrid")
     if request.rerank and card.reranker is None:
         message = "rerank=true: this server has no reranker; leave it out, or start `infembed serve` with rerank.kind"
         raise HttpError(400, message, param="rerank")
-    asked = Search(
-        queries,
-        request.top_k,
-        request.filter,
-        request.allow_partial,
-        request.min_sequence,
-        request.exclude,
-        request.hybrid,
-        request.explain,
-        rerank=request.rerank,
+    answer = await service.search(
+        Search(
+            [Question(request.query, request.instruction or None)],
+            request.top_k,
+            request.filter,
+            request.min_sequence,
+            request.exclude,
+            request.hybrid,
+            request.explain,
+            request.rerank,
+        )
     )
-    answer = await service.search(asked)
-    return json_response(_search_answer(answer, isinstance(request.query, list)))
+    response = schema.SearchResponse(
+        index_version=answer.index_version,
+        sequence=answer.sequence,
+        model=answer.model,
+        timings=answer.timings,
+        hits=list(answer.results[0]),
+        notes=list(answer.notes),
+        explanation=answer.explanation,
+    )
+    return json_response(response)
 
 
-async def _answer_put(service: Service, request: schema.PutRequest) -> Response:
+async def _answer_put(service: Release, request: schema.PutRequest) -> Response:
     """Put documents."""
     _require_writable(service)
     documents = [
@@ -237,7 +248,7 @@ async def _answer_put(service: Service, request: schema.PutRequest) -> Response:
     return json_response(schema.ChangeResponse(object="documents.put", count=len(documents), sequence=sequence))
 
 
-async def _answer_delete(service: Service, ids: list[str]) -> Response:
+async def _answer_delete(service: Release, ids: list[str]) -> Response:
     """Delete documents."""
     _require_writable(service)
     ids = list(dict.fromkeys(ids))
@@ -252,12 +263,12 @@ def _checked_id(id: str) -> str:
     return id
 
 
-def _require_writable(service: Service) -> None:
+def _require_writable(service: Release) -> None:
     if not service.card.writable:
         raise ReadOnly
 
 
-def _require_model(service: Service, name: str | None) -> schema.Model:
+def _require_model(service: Release, name: str | None) -> schema.Model:
     """Return the card of the served model; HttpError if a request names another model."""
     card = service.card
     return card if name in (None, card.id) else _other_model(str(name), [card])
@@ -267,22 +278,6 @@ def _other_model(name: str, cards: Sequence[schema.Model]) -> NoReturn:
     served = ", ".join(repr(card.id) for card in cards)
     message = f"the model {name!r} is not served here; the served model is {served}"
     raise HttpError("model_not_found", message, param="model")
-
-
-def _require_possible(
-    request: schema.EmbeddingsRequest, inputs: list[str] | list[list[int]], card: schema.Model
-) -> None:
-    """HttpError if the model has fewer dimensions than the request asks for, or does not know a token id."""
-    if request.dimensions is not None and request.dimensions > card.dimension:
-        message = f"dimensions={request.dimensions}: the model has {card.dimension}; ask for at most that many"
-        raise HttpError(400, message, param="dimensions")
-    largest = max((max(tokens) for tokens in inputs if isinstance(tokens, list)), default=0)
-    if largest >= card.vocabulary:
-        message = (
-            f"input: token id {largest}: the vocabulary of {card.id} ends at {card.vocabulary - 1}; "
-            "send ids of the model's own tokenizer, or text"
-        )
-        raise HttpError(400, message, param="input")
 
 
 async def _join(pieces: Iterable[bytes]) -> bytes:
@@ -295,23 +290,6 @@ async def _join(pieces: Iterable[bytes]) -> bytes:
             await asyncio.sleep(0)
             size = 0
     return b"".join(joined)
-
-
-def _search_answer(answer: Found, many: bool) -> schema.SearchResponse | schema.SearchManyResponse:
-    common: dict[str, Any] = {
-        "index_version": answer.index_version,
-        "sequence": answer.sequence,
-        "model": answer.model,
-        "timings": answer.timings,
-        "partial": bool(answer.missing_shards),
-        "missing_shards": list(answer.missing_shards),
-        "notes": list(answer.notes),
-        "explanation": answer.explanation,
-    }
-    if many:
-        results = [schema.SearchResult(hits=list(hits)) for hits in answer.results]
-        return schema.SearchManyResponse(results=results, **common)
-    return schema.SearchResponse(hits=list(answer.results[0]), **common)
 
 
 def _checked_metadata(metadata: dict[str, Any], card: schema.Model, where: str) -> dict[str, schema.Metadata]:

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from infembed_ray.config.serving import RerankSettings
+from infembed_ray.modeling.formats import Question
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, QueueFull
 from infembed_ray.serving.routing.fan_out import Deployment, now
 from infembed_ray.serving.schema import SearchHit
-from infembed_ray.serving.service import Query, ReplicaLost
+from infembed_ray.serving.service import ReplicaLost
 
 RERANKED, LATE, FULL, LOST, FAILED = OUTCOMES = ("reranked", "late", "full", "lost", "failed")
 _REASONS = {
@@ -52,12 +53,8 @@ class RerankStage:
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._reranker = reranker
 
-    def asked(self, rerank: bool | None) -> bool:
-        """Return whether to re-rank a search, by its field `rerank`."""
-        return rerank is not False
-
     async def __call__(
-        self, queries: Sequence[Query], results: Sequence[Sequence[SearchHit]], deadline: float
+        self, queries: Sequence[Question], results: Sequence[Sequence[SearchHit]], deadline: float
     ) -> Reranked:
         """Re-order the first `depth` hits of every query; the others follow in the retrieval's order.
 
@@ -69,7 +66,7 @@ class RerankStage:
         start = time.perf_counter()
         budget_s = min(self.settings.budget_ms / 1e3, deadline - now())
         items = [
-            (query.text, query.instruction, [hit.text for hit in hits[: self.settings.depth]])
+            (query.query, query.instruction, [hit.text for hit in hits[: self.settings.depth]])
             for query, hits in zip(queries, results, strict=True)
         ]
         outcome, scores = await self._scores(items, budget_s)
