@@ -28,8 +28,7 @@ from infembed_ray.serving.release import (
     IndexArguments,
     RerankerArguments,
 )
-from infembed_ray.serving.replicas import EncoderReplica, RerankerReplica, ShardSearch
-from infembed_ray.serving.store_search import StoreSearch
+from infembed_ray.serving.replicas import EncoderReplica, RerankerReplica, ShardSearch, StoreSearch
 
 CONSTRUCTOR_ATTEMPTS = 3
 """Attempts to start a replica before its application counts as failed."""

@@ -32,9 +32,9 @@ from infembed_ray.retrieval.stores.address import is_address
 from infembed_ray.retrieval.stores.milvus import Milvus
 from infembed_ray.retrieval.stores.store import Address
 from infembed_ray.serving import reranking, schema
+from infembed_ray.serving.edge import READ_TIMEOUT_S
 from infembed_ray.serving.encoder.engine import onnx_files
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
-from infembed_ray.serving.http.body import READ_TIMEOUT_S
 from infembed_ray.serving.release import (
     APPLICATION,
     INGRESS,
@@ -149,7 +149,7 @@ class Plan:
         RAY_SERVE_* variables of this process take precedence.
         """
         environment = ray_compat.GRPC_CALLS | {
-            ray_compat.PROXY_MIDDLEWARE_VARIABLE: "infembed_ray.serving.routing.proxy:middlewares"
+            ray_compat.PROXY_MIDDLEWARE_VARIABLE: "infembed_ray.serving.edge:middlewares"
         }
         if self.settings.ha_proxy:
             environment |= ray_compat.haproxy_environment(client_timeout_s=2 * READ_TIMEOUT_S)

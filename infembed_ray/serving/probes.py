@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -51,9 +52,8 @@ async def probe(search: Callable[[Search], Awaitable[SearchOutcome]], probes: Se
     run: dict[str, dict[str, float]] = {}
     for start in range(0, len(queries), QUERIES_AT_ONCE):
         some = queries[start : start + QUERIES_AT_ONCE]
-        answer = await search(Search([query for _, query in some], TOP_K))
-        for (name, _), hits in zip(some, answer.results, strict=True):
-            run[name] = {hit.id: hit.score for hit in hits}
+        answers = await asyncio.gather(*(search(Search(query, TOP_K)) for _, query in some))
+        run |= {name: {hit.id: hit.score for hit in a.hits} for (name, _), a in zip(some, answers, strict=True)}
     judged = {f"{n}": p.relevant for n, p in enumerate(probes)}
     judged |= {f"{n} changed": p.changed_relevant for n, p in enumerate(probes) if p.changed_relevant}
     ndcg = trec_measures({name: dict.fromkeys(ids, 1) for name, ids in judged.items()}, run, [_NDCG])

@@ -121,7 +121,6 @@ class ApiArguments(Arguments):
         *("shard_replicas", "request_timeout_s", "ha_proxy", "compact_at", "ranking"),
     }
     locked: bool
-    """API keys are configured; a replica that finds none does not start."""
 
 
 class Probe(BaseModel):
@@ -167,19 +166,15 @@ class CollectionSpec(BaseModel):
 
 
 class ReleaseSpec(BaseModel):
-    """What answers all requests: its collections, which the API switches in one step."""
+    """What answers all requests: its collections, which the API switches in one step, and what it must prove before."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     api: str
-    """Digest of the API's arguments."""
     collections: dict[str, CollectionSpec]
-    """By name; the default collection is one of them."""
     reranker: RerankerArguments | None = None
     rerank: RerankSettings | None = None
-    """Re-ranking of the first hits; None: there is none."""
     probes: ProbeSet | None = None
-    """What the release must prove before it replaces another one; None: nothing."""
     command: str = ""
     """Id of the command that serves it. Empty: a config file names it, so its index versions must stay, because a cluster
     that restarts begins with them."""
@@ -208,21 +203,12 @@ class ReleaseSpec(BaseModel):
         return {one.encoder.application: one.encoder for one in self.by_name.values()}
 
     @property
-    def indexes(self) -> dict[str, IndexArguments]:
-        """Application -> its arguments: the index of each collection."""
-        return {one.index.application: one.index for one in self.by_name.values()}
-
-    @property
     def parts(self) -> dict[str, Arguments]:
         """All applications but the API: encoders, indexes and the reranker."""
         reranker = {self.reranker.application: self.reranker} if self.reranker else {}
-        return {**self.encoders, **self.indexes, **reranker}
+        return {**self.encoders, **{one.index.application: one.index for one in self.by_name.values()}, **reranker}
 
     @property
     def versions(self) -> str:
         """The version of each collection's index, for progress lines."""
-        named = [
-            f"{'' if name == DEFAULT_COLLECTION else f'{name}: '}index {one.card.index_version}"
-            for name, one in self.by_name.items()
-        ]
-        return ", ".join(named)
+        return ", ".join(f"{name} {one.card.index_version}" for name, one in self.by_name.items())

@@ -12,10 +12,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from fastapi import FastAPI
@@ -27,10 +27,13 @@ from ray.serve.handle import DeploymentHandle
 from infembed_ray.config.serving import DEFAULT_COLLECTION
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.retrieval.answers import Key, ScoreQuery, ShardAnswer, ShardQuery, ShardRanking
+from infembed_ray.retrieval.filters import FilterError
 from infembed_ray.retrieval.index import Index, change_log
 from infembed_ray.retrieval.shards import Content, Shard
+from infembed_ray.retrieval.stores.milvus import Milvus
+from infembed_ray.retrieval.stores.store import Address, StoreFault
 from infembed_ray.retrieval.updates.live_shard import LiveShard
-from infembed_ray.retrieval.updates.write_ahead_log import LogFault
+from infembed_ray.retrieval.updates.write_ahead_log import Change, LogFault
 from infembed_ray.serving import startup
 from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, Embedded, QueueFull
 from infembed_ray.serving.http.app import create_app
@@ -62,8 +65,13 @@ STORE_POLL_S = 1.0
 """Seconds between two reads of a log in an object store, which bills each request."""
 STUCK_POLL_S = 1.0
 """Seconds between two reads of a damaged log."""
+SEARCHES = 8
+"""Calls of a replica to an external engine at a time."""
+ENGINE_RETRY_S = 2.0
+"""Retry-After while the engine does not answer."""
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class MetricsReporter:
@@ -157,18 +165,16 @@ class RerankerReplica:
         self._engine = RerankEngine(startup.in_background(lambda: load(arguments)))
         self._metrics = MetricsReporter(lambda: _of_model("infembed_reranker", self._engine.batching))
 
-    async def score_many(
-        self, items: Sequence[tuple[str, str | None, list[str]]], timeout_s: float
-    ) -> list[np.ndarray]:
-        """Score the passages of the queries of a search: one (passages) float32 per (query, instruction, passages).
+    async def score(self, query: str, instruction: str | None, texts: list[str], timeout_s: float) -> np.ndarray:
+        """Score the passages of a search: (passages) float32.
 
         Raises:
-            QueueFull, DeadlineExceeded: of one of the queries.
+            QueueFull, DeadlineExceeded: as the engine.
             RuntimeError: the model raised; the log has the details.
         """
         self._metrics.start()
         try:
-            return list(await asyncio.gather(*(self._engine.score(*item, timeout_s) for item in items)))
+            return await self._engine.score(query, instruction, texts, timeout_s)
         except (QueueFull, DeadlineExceeded):
             raise
         except Exception as error:
@@ -265,6 +271,60 @@ class ShardSearch:
                     logged = str(error)
                     log.error("the shard applies no further changes and serves its current documents: %s", logged)
             time.sleep(poll_s if self._fault is None else STUCK_POLL_S)
+
+
+class StoreSearch:
+    """A replica that forwards searches and changes to one version in an external engine. It searches as `ShardSearch` does."""
+
+    def __init__(self, arguments: IndexArguments, number: int) -> None:
+        address = Address.parse(arguments.index, "index", arguments.settings.store_token_env)
+        self._store = Milvus(address, arguments.settings.request_timeout_s).open(arguments.version)
+        self._threads = ThreadPoolExecutor(SEARCHES, "search")
+        self._writer = ThreadPoolExecutor(1, "write")  # Milvus Lite takes one writer at a time
+
+    async def search_many(self, queries: Sequence[ShardQuery]) -> list[ShardAnswer | Exception]:
+        """As `ShardSearch.search_many`; each request is a call to the engine."""
+        return list(await asyncio.gather(*(self._call(self._threads, self._answer, query) for query in queries)))
+
+    async def scores_many(self, queries: Sequence[ScoreQuery]) -> list[np.ndarray]:
+        """As `ShardSearch.scores_many`; each request is a call to the engine."""
+        return list(await asyncio.gather(*(self._call(self._threads, self._store.scores, query) for query in queries)))
+
+    async def document(self, id: str) -> Document | None:
+        """Return the document with an id."""
+        hit = await self._call(self._threads, self._store.get, id)
+        return None if hit is None else Document(hit.id, hit.text, hit.metadata)
+
+    async def change(self, changes: Sequence[Change]) -> int:
+        """Apply changes; return the sequence from which searches see them."""
+        return await self._call(self._writer, self._store.change, changes)
+
+    async def ready(self) -> bool:
+        """Return whether the engine would answer."""
+        return await self._call(self._threads, self._store.ready)
+
+    async def state(self) -> ShardState:
+        """Return a state without faults: an engine that answers applies changes."""
+        return ShardState()
+
+    def _answer(self, query: ShardQuery) -> ShardAnswer | Exception:
+        try:
+            fresh = query.min_sequence > 0
+            hits, sequence = self._store.search(query.vectors, query.k, query.filter, fresh)
+            return ShardAnswer(hits, max(sequence, query.min_sequence))
+        except FilterError as error:
+            return error
+
+    async def _call(self, threads: Executor, function: Callable[..., T], *arguments: object) -> T:
+        """Call the engine in a thread; raises ReplicaLost if it does not answer, and logs why."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(threads, function, *arguments)
+        except StoreFault as fault:
+            log.error("the external engine does not answer: %s", fault)
+            with contextlib.suppress(StoreFault):
+                await loop.run_in_executor(self._threads, self._store.ready)  # a restarted engine may have to load
+            raise ReplicaLost(ENGINE_RETRY_S) from fault
 
 
 @serve.ingress()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -22,7 +19,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import to_json
 
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.serving.explaining import (
@@ -126,31 +122,6 @@ class EmbeddingsResponse(BaseModel):
     data: list[Embedding]
     model: str
     usage: Usage
-
-    @staticmethod
-    def json_of(vectors: np.ndarray, tokens: int, model: str, request: EmbeddingsRequest) -> Iterator[bytes]:
-        """Yield the JSON of a response, one vector per piece.
-
-        A response can hold millions of numbers. It is serialised without a pydantic model, and the event loop can answer
-        other requests between two pieces.
-
-        Args:
-            vectors: (inputs, d) unit vectors; truncated and normalised again if the request asks for fewer dimensions.
-            tokens: number of tokens of all inputs.
-            model: name of the model.
-            request: the request.
-        """
-        if request.dimensions is not None:
-            vectors = vectors[:, : request.dimensions]
-            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-        yield b'{"object":"list","data":['
-        for i, vector in enumerate(vectors.astype("<f4")):
-            if request.encoding_format == "base64":
-                embedding = b'"%s"' % base64.b64encode(vector)
-            else:
-                embedding = to_json(vector.tolist())
-            yield b'%s{"object":"embedding","index":%d,"embedding":%s}' % (b"," if i else b"", i, embedding)
-        yield b'],"model":%s,"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (to_json(model), tokens, tokens)
 
 
 Filter = Annotated[

@@ -13,20 +13,20 @@ from infembed_ray.serving.schema import Metadata, SearchHit, Timings
 
 @dataclass(frozen=True)
 class Search:
-    """A search of one or several queries.
+    """A search.
 
     Attributes:
-        queries: at least one.
-        top_k: largest number of hits per query.
+        query: under its instruction.
+        top_k: largest number of hits.
         filter: as `retrieval.filters.parse` takes it; None: no condition.
         min_sequence: wait until the answer reflects the changes up to this sequence number.
         exclude: lower passages that resemble what the instruction excludes; None: as the server is set.
         hybrid: share of BM25 in the score; None: as the server is set.
-        explain: say what the instruction of the only query did to each hit; `top_k` is at most `explaining.MAX_EXPLAINED_HITS`.
+        explain: say what the instruction did to each hit; `top_k` is at most `explaining.MAX_EXPLAINED_HITS`.
         rerank: re-rank the first hits; None: as the server's settings say.
     """
 
-    queries: Sequence[Question]
+    query: Question
     top_k: int
     filter: Mapping[str, Any] | None = None
     min_sequence: int = 0
@@ -48,8 +48,8 @@ class Document(NamedTuple):
 class SearchOutcome(NamedTuple):
     """The answer to a search. All of it comes from one release: one model and one version of the index."""
 
-    results: Sequence[Sequence[SearchHit]]
-    """Hits of every query, best first, in the order of the queries."""
+    hits: Sequence[SearchHit]
+    """Best first."""
     model: str
     index_version: str
     sequence: int
@@ -58,7 +58,7 @@ class SearchOutcome(NamedTuple):
     notes: Sequence[str] = ()
     """What the answer lacks that was asked for, and why, a sentence each."""
     explanation: Explanation | None = None
-    """Of the hits of the only query; None unless it was asked for."""
+    """Of the hits; None unless it was asked for."""
 
 
 class ReplicaLost(Exception):

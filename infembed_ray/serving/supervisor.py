@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from prometheus_client import Metric
 from ray import serve
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatus, LoggingConfig
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 
 from infembed_ray import ray_compat
 from infembed_ray.config.retrieval import CompactSettings
@@ -84,13 +84,11 @@ log = logging.getLogger(__name__)
 # ------------------------------------------------------------------------------------------------- the application
 
 
-def api_application(arguments: ApiArguments | Mapping[str, Any]) -> serve.Application:
-    """Build the API without a release; the config file sets its `user_config`."""
-    return api_over(ApiArguments.model_validate(arguments), None)
-
-
-def api_over(arguments: ApiArguments, spec: ReleaseSpec | None) -> serve.Application:
-    """Build the API over a release."""
+def api_application(
+    arguments: ApiArguments | Mapping[str, Any], release: ReleaseSpec | None = None
+) -> serve.Application:
+    """Build the API over a release. `serve deploy` passes the arguments alone, and its config file sets the `user_config`."""
+    arguments = ApiArguments.model_validate(arguments)
     settings = arguments.settings
     supervisor = serve.deployment(
         Supervisor,
@@ -107,7 +105,7 @@ def api_over(arguments: ApiArguments, spec: ReleaseSpec | None) -> serve.Applica
                 "env_vars": ray_compat.SINGLE_EVENT_LOOP | environment(startup.import_modules, INGRESS_CPUS)
             },
         },
-        user_config=spec and spec.model_dump(mode="json"),
+        user_config=release and release.model_dump(mode="json"),
         max_surge_percent=100,  # old replicas serve until the new ones do, which needs room for one more
         max_replicas_per_node=spread(settings.ingress_replicas, room=settings.ingress_replicas + 1, CPU=INGRESS_CPUS),
         **replicas_of(settings.ingress_replicas),
@@ -275,9 +273,14 @@ def roll_out(
         StartError: a part did not start or does not answer, the new release is worse on its probes, or another command
             has switched the API meanwhile. The current release serves on.
     """
-    missing = set(new.parts) - running_applications()
+    running = {n for n, state in serve.status().applications.items() if state.status == ApplicationStatus.RUNNING}
+    missing = {name: arguments for name, arguments in new.parts.items() if name not in running}
     try:
-        start_parts(new, missing, timeout_s)
+        for name, part in missing.items():
+            application = BUILDERS[type(part)](part)
+            ray_compat.start_application(application, name, None, LoggingConfig(**LOGGING))
+        for name in missing:
+            wait_until_running(name, timeout_s)
         if current is not None:
             supervisor = serve.get_deployment_handle(SUPERVISOR, app_name=APPLICATION)
             if fault := supervisor.verdict.remote(current[1], new).result():
@@ -287,29 +290,18 @@ def roll_out(
                     "another command has switched the API meanwhile; it stays as it is: run this command again"
                 )
         switch_to(arguments, new)
-        _wait_until_answered_from(new)
+        _wait_until_served(new, 2 * arguments.settings.ingress_replicas)
     except BaseException:
         if current is not None:
-            _roll_back(new, current, missing)
+            _roll_back(new, current, set(missing))
         raise
     if current is not None:
         _delete_after_drain(set(current[1].parts) - set(new.parts), arguments.settings.request_timeout_s)
 
 
-def start_parts(release: ReleaseSpec, missing: set[str], timeout_s: float) -> None:
-    """Start the missing parts of a release, and wait until they run."""
-    names = [name for name in release.parts if name in missing]
-    for name in names:
-        arguments = release.parts[name]
-        application = BUILDERS[type(arguments)](arguments)
-        ray_compat.start_application(application, name, None, LoggingConfig(**LOGGING))
-    for name in names:
-        wait_until_running(name, timeout_s)
-
-
 def switch_to(arguments: ApiArguments, release: ReleaseSpec | None) -> None:
     """Let the API answer from a release; without effect if it does already."""
-    ray_compat.start_application(api_over(arguments, release), APPLICATION, "/", LoggingConfig(**LOGGING))
+    ray_compat.start_application(api_application(arguments, release), APPLICATION, "/", LoggingConfig(**LOGGING))
     if release is not None:
         wait_until_running(APPLICATION)
 
@@ -323,15 +315,14 @@ def served_release() -> Deployed | None:
     return spec and (arguments, spec)
 
 
-def running_applications() -> set[str]:
-    """Return the names of the applications that run."""
-    applications = serve.status().applications
-    return {name for name, state in applications.items() if state.status == ApplicationStatus.RUNNING}
-
-
-def _wait_until_answered_from(release: ReleaseSpec) -> None:
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while (served := served_release()) is None or served[1].fingerprint != release.fingerprint:
+def _wait_until_served(release: ReleaseSpec, times: int) -> None:
+    """Wait until the API answers from a release several times in a row: Serve picks an ingress replica at random."""
+    deadline, in_a_row = time.monotonic() + READY_TIMEOUT_S, 0
+    while in_a_row < times:
+        if (served := served_release()) is not None and served[1].fingerprint == release.fingerprint:
+            in_a_row += 1
+            continue
+        in_a_row = 0
         if time.monotonic() > deadline:
             raise StartError(f"the API did not switch to {release.versions} within {READY_TIMEOUT_S:.0f} s")
         time.sleep(POLL_S)
@@ -375,7 +366,8 @@ def wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:
         if failed or time.monotonic() > deadline:
             raise _start_failure(name, application)
         if time.monotonic() > progress_at:
-            say(f"serve: waiting for {name}: {_pending(application)}")
+            states = [f"{part}: {' '.join(state.message.split())}" for part, state in application.deployments.items()]
+            say(f"serve: waiting for {name}: {'; '.join(states) or application.message}")
             progress_at = time.monotonic() + PROGRESS_S
         # A status costs 0.1 s of CPU, which the replicas need on a small machine: poll every 5 % of the time waited so far.
         time.sleep(min(max(POLL_S, (time.monotonic() - started) / 20), MAX_POLL_S))
@@ -388,16 +380,3 @@ def _start_failure(name: str, application: ApplicationStatusOverview) -> Excepti
         return mistake
     reasons = [memory_report(message) or message.strip().splitlines()[-1] for message in messages]
     return StartError(f"{name} did not start: {'; '.join(reasons) or application.message}")
-
-
-def _pending(application: ApplicationStatusOverview) -> str:
-    """Return which deployments of an application have not started, and what resources the cluster has left."""
-    pending = [
-        f"{name} ({', '.join(f'{count} {state.lower()}' for state, count in deployment.replica_states.items())})"
-        + (f": {' '.join(deployment.message.split())}" if deployment.message else "")
-        for name, deployment in application.deployments.items()
-        if deployment.status != DeploymentStatus.HEALTHY
-    ]
-    total, free = ray.cluster_resources(), ray.available_resources()
-    left = [f"{free.get(name, 0.0):g} of {total[name]:g} {name}" for name in ("CPU", "GPU") if name in total]
-    return f"{'; '.join(pending) or application.message}; free: {', '.join(left)}"

@@ -66,7 +66,7 @@ class _Waiting(NamedTuple):
 
 
 class _Request:
-    """A call of `BatchingEngine.embed`; `result` is set when every row has its vector."""
+    """A call; `result` is set when every row has its vector."""
 
     def __init__(self, rows: int) -> None:
         self.result: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
@@ -93,13 +93,10 @@ class Counters:
     """Computed tokens; cached ones are not counted."""
     seconds: float = 0.0
     failed: int = 0
-    """Sequences for which the model raised."""
+    """Sequences for which the model raised; the others count requests."""
     refused: int = 0
-    """Requests rejected because they would have waited too long."""
     expired: int = 0
-    """Requests that timed out."""
     cancelled: int = 0
-    """Requests whose caller was cancelled."""
 
 
 class BatchingEngine:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,22 +35,8 @@ SLICE = 128
 """Inputs of a request that are tokenised in one call, so that other requests get a turn in between."""
 
 
-class _Untokenized(NamedTuple):
-    texts: Sequence[str]
-    instructions: Sequence[str | None] | None
-    """One per query; None: the texts are passages."""
-    tokens: asyncio.Future[list[Tokens]]
-
-
 class EncodingEngine:
-    """Embeds texts. All calls come from one event loop; build it with `load`.
-
-    Args:
-        tokenizer: tokenises.
-        batching: forms the batches and runs the model.
-        runtime: what runs it, and in which precision.
-        prefixes: its cache of encoded instructions, if it has one.
-    """
+    """Embeds texts. All calls come from one event loop; build it with `load`."""
 
     def __init__(
         self,
@@ -67,8 +52,6 @@ class EncodingEngine:
         # One thread, because truncation is mutable state of a fast tokenizer; not the event loop, which a long text
         # would block.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
-        self._untokenized: list[_Untokenized] = []
-        self._tokenizing: asyncio.Task[None] | None = None  # runs while there are untokenised requests
 
     @classmethod
     def load(
@@ -129,53 +112,27 @@ class EncodingEngine:
             DeadlineExceeded: no answer within `timeout_s`.
         """
         self.batching.require_capacity(len(texts), timeout_s)  # before any work is done
-        began = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         tokens: list[Tokens] = []
         for start in range(0, len(texts), SLICE):
             part = slice(start, start + SLICE)
-            tokens += await self._tokenized(texts[part], None if instructions is None else instructions[part])
-        left = None if timeout_s is None else timeout_s - (asyncio.get_running_loop().time() - began)
+            of_part = None if instructions is None else instructions[part]
+            tokens += await loop.run_in_executor(self._thread, self._tokenize, texts[part], of_part)
+        left = None if timeout_s is None else timeout_s - (loop.time() - began)
         try:
             vectors = await self.batching.embed(tokens, left)
         except DeadlineExceeded:
             raise DeadlineExceeded(timeout_s or 0.0) from None
         return Embedded(vectors, sum(map(len, tokens)))
 
-    async def _tokenized(self, texts: Sequence[str], instructions: Sequence[str | None] | None) -> list[Tokens]:
-        loop = asyncio.get_running_loop()
-        untokenized = _Untokenized(texts, instructions, loop.create_future())
-        self._untokenized.append(untokenized)
-        if self._tokenizing is None or self._tokenizing.done():
-            self._tokenizing = loop.create_task(self._tokenize_all())
-        return await untokenized.tokens
-
-    async def _tokenize_all(self) -> None:
-        """Tokenise until nothing waits. Requests that arrive during a call share the next one, because calls are expensive."""
-        while self._untokenized:
-            batch = [one for one in self._untokenized if not one.tokens.done()]
-            self._untokenized = []
-            answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._tokenize, batch)
-            for one, answer in zip(batch, answers, strict=True):
-                if one.tokens.done():  # its caller was cancelled
-                    continue
-                if isinstance(answer, Exception):
-                    one.tokens.set_exception(answer)
-                else:
-                    one.tokens.set_result(answer)
-
-    def _tokenize(self, batch: list[_Untokenized]) -> list[list[Tokens] | Exception]:
-        """Return the tokens of each request, or its exception."""
-        queries = [one for one in batch if one.instructions is not None]
+    def _tokenize(self, texts: Sequence[str], instructions: Sequence[str | None] | None) -> list[Tokens]:
         try:
-            instructions = [i for one in queries for i in one.instructions or ()]
-            of_queries = iter(self._tokenizer.tokenize_queries([t for one in queries for t in one.texts], instructions))
-            passages = [text for one in batch if one.instructions is None for text in one.texts]
-            of_passages = iter(self._tokenizer.tokenize_passages(passages))
+            if instructions is None:
+                return self._tokenizer.tokenize_passages(texts)
+            return self._tokenizer.tokenize_queries(texts, instructions)
         except BaseException as error:  # a panic of the tokenizer is not an Exception
-            if len(batch) == 1:
-                return [error if isinstance(error, Exception) else RuntimeError(repr(error))]
-            return [answer for one in batch for answer in self._tokenize([one])]
-        return [list(islice(of_passages if one.instructions is None else of_queries, len(one.texts))) for one in batch]
+            raise error if isinstance(error, Exception) else RuntimeError(repr(error)) from error
 
 
 def _load(model: str, settings: ServeSettings, dimensions: int | None) -> InstructionEncoder:
@@ -214,12 +171,7 @@ def _prefix_cache(encoder: InstructionEncoder) -> PrefixCache | None:
 
 
 class OnnxGraphs:
-    """ONNX Runtime on the CPU, on the graphs of an encoder.
-
-    Args:
-        files: the graph of each side; the same for both if they share a backbone.
-        threads: threads of one run.
-    """
+    """ONNX Runtime on the CPU, on the graph of each side of an encoder; the same for both if they share a backbone."""
 
     def __init__(self, files: Mapping[Side, Path], threads: int) -> None:
         import onnxruntime

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
+from importlib import resources
+from pathlib import Path
 from typing import Any, cast
 
 import anyio
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ValidationError
 
 from infembed_ray import __version__
+from infembed_ray.reporting.page import render
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import DeadlineExceeded
-from infembed_ray.serving.http import playground_routes
 from infembed_ray.serving.http.auth import ApiKeys
-from infembed_ray.serving.http.body import MAX_BODY_BYTES
-from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, HttpError, invalid, too_large
-from infembed_ray.serving.http.middleware import ApiMiddleware, HttpMetrics
-from infembed_ray.serving.http.openapi import openapi_document
+from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, MAX_BODY_BYTES, STATUSES, HttpError, invalid, too_large
+from infembed_ray.serving.http.middleware import OPEN_PATHS, ApiMiddleware
 from infembed_ray.serving.http.routes import Collections, add_collection_routes, add_model_routes, add_status_routes
 from infembed_ray.serving.routing.blue_green import Release
 
+FILES = resources.files("infembed_ray.serving.http") / "playground"
+ASSETS = ("playground.css", "mark.svg", "page.js", "explanation.js", "playground.js", "results.js", "snippets.js")
+"""Files below `/playground/`. They hold no data and need no API key; the page's requests to the API do."""
+MEDIA_TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
+
+PLAYGROUND_HEADERS = {
+    # No other origins, no inline code, no HTML from strings (Trusted Types): a passage cannot become a script.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "Referrer-Policy": "no-referrer",  # the URL contains the query
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
 DESCRIPTION = f"""
 Instruction-following retrieval. `POST /v1/embeddings` is OpenAI's endpoint, so OpenAI's clients work with `base_url` set to
 this server; it also takes `instruction` and `input_type`. `POST /v1/search` finds passages for a query under an instruction.
@@ -67,8 +83,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.request_timeout_s = request_timeout_s
-    metrics = HttpMetrics(registry or CollectorRegistry())
-    app.add_middleware(ApiMiddleware, keys=keys, metrics=metrics, request_ids=request_ids)
+    app.add_middleware(ApiMiddleware, keys=keys, registry=registry or CollectorRegistry(), request_ids=request_ids)
     for error, as_api_error in EXCEPTION_HANDLERS.items():
         app.add_exception_handler(error, _handler(as_api_error))
     served = Collections(collections)
@@ -77,7 +92,7 @@ def create_app(
     add_collection_routes(app.router, served)
     add_model_routes(app.router, served)
     add_status_routes(app.router, served, deployment)
-    app.include_router(playground_routes.router())
+    app.include_router(playground())
     app.openapi = functools.cache(functools.partial(openapi_document, app, bool(keys)))  # type: ignore[method-assign]
     return app
 
@@ -135,3 +150,51 @@ def _handler(as_api_error: Callable[[Request, Any], HttpError]) -> Callable[[Req
         return as_api_error(request, error).response()
 
     return handle
+
+
+def openapi_document(app: FastAPI, needs_key: bool) -> dict[str, Any]:
+    """Return FastAPI's OpenAPI document with the errors of the middleware and of `Route`, and without its own 422."""
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            responses = operation["responses"]
+            responses.pop("422", None)
+            added = [
+                *((400, 408, 413, 415) if "requestBody" in operation else ()),
+                *((401,) if path not in OPEN_PATHS else ()),
+            ]
+            for status in added:
+                responses[str(status)] = {
+                    "description": STATUSES[status],
+                    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}},
+                }
+            operation["responses"] = dict(sorted(responses.items()))
+            if "{collection}" in path:  # the routes read it from the path themselves
+                name = {"name": "collection", "in": "path", "required": True, "schema": {"type": "string"}}
+                operation["parameters"] = [name, *operation.get("parameters", [])]
+            if needs_key and path not in OPEN_PATHS:
+                operation["security"] = [{"bearer": []}]
+    for unused in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(unused, None)
+    if needs_key:
+        document["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+    return document
+
+
+def playground() -> APIRouter:
+    """Return the routes of the page and its files: with security headers and an ETag."""
+    routes = APIRouter(include_in_schema=False)
+    page = render("infembed_ray.serving.http", "playground/index.html").encode()
+    contents = {"/": (page, "text/html; charset=utf-8")}
+    contents |= {f"/playground/{n}": ((FILES / n).read_bytes(), MEDIA_TYPES[Path(n).suffix]) for n in ASSETS}
+
+    for path, (content, media_type) in contents.items():
+
+        async def answer(request: Request, content: bytes = content, media_type: str = media_type) -> Response:
+            headers = {**PLAYGROUND_HEADERS, "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
+            if headers["ETag"] in request.headers.get("if-none-match", ""):
+                return Response(status_code=304, headers=headers)
+            return Response(content, media_type=media_type, headers=headers)
+
+        routes.add_api_route(path, answer, methods=["GET", "HEAD"])
+    return routes

@@ -18,7 +18,7 @@ from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, QueueFull
 from infembed_ray.serving.service import NotApplied, ReadOnly, ReplicaLost, Stuck, TooManyChanges
 
-MAX_BODY_MIB = 8
+MAX_BODY_BYTES = 8 * 2**20
 """Largest request body."""
 MAX_MESSAGE_CHARACTERS = 500
 STUCK_RETRY_S = 30.0
@@ -117,7 +117,7 @@ def json_response(body: BaseModel, status: int = 200, headers: Mapping[str, str]
 
 def too_large() -> HttpError:
     """Return the error for a body above the limit. The connection closes, because the rest of the body is not read."""
-    message = f"the body is larger than {MAX_BODY_MIB} MiB; send fewer texts at a time"
+    message = f"the body is larger than {MAX_BODY_BYTES >> 20} MiB; send fewer texts at a time"
     return HttpError("body_too_large", message, headers={"Connection": "close"})
 
 

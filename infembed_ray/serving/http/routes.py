@@ -6,27 +6,30 @@ Each request reads the current service of its collection once, so it is answered
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from base64 import b64encode
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
+import numpy as np
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic_core import to_json
 from starlette.convertors import PathConvertor, register_url_convertor
 
 from infembed_ray.config.serving import DEFAULT_COLLECTION
 from infembed_ray.modeling.formats import Question
 from infembed_ray.retrieval import filters
 from infembed_ray.serving import schema
+from infembed_ray.serving.encoder.batching import Embedded
 from infembed_ray.serving.http.auth import ALLOWED
-from infembed_ray.serving.http.errors import HttpError, json_response
-from infembed_ray.serving.http.openapi import error_responses
+from infembed_ray.serving.http.errors import RETRIED, STATUSES, HttpError, json_response
 from infembed_ray.serving.routing.blue_green import Release
 from infembed_ray.serving.service import Document, ReadOnly, Search, Stuck
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
-TURN_BYTES = 2**17
-"""Bytes of an answer that are serialised before other requests get a turn: about a millisecond's work."""
+EMBEDDINGS_PER_TURN = 16
+"""Vectors that are serialised before other requests get a turn: about a millisecond's work."""
 
 
 class AnyId(PathConvertor):
@@ -84,6 +87,19 @@ class Collections:
         return next((one for one in services.values() if one.card.id == model), services[DEFAULT_COLLECTION])
 
 
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI `responses` of a route: these error statuses and those of every route."""
+    retry_after = {"Retry-After": {"description": "seconds", "schema": {"type": "integer", "minimum": 1}}}
+    return {
+        status: {
+            "model": schema.ErrorResponse,
+            "description": STATUSES[status],
+            **({"headers": retry_after} if status in RETRIED else {}),
+        }
+        for status in sorted({*statuses, 403, 429, 500, 503, 504})
+    }
+
+
 def add_collection_routes(api: APIRouter, collections: Collections) -> None:
     """Add the routes of a collection: search and documents, each for the default collection and for a named one."""
 
@@ -111,15 +127,10 @@ def add_collection_routes(api: APIRouter, collections: Collections) -> None:
         """Delete documents. Durable when answered, gone from search results within a second."""
         return await _answer_delete(collections.of(request), body.ids)
 
-    @both("DELETE", "/documents/{id:any}", schema.ChangeResponse, 400)
-    async def delete_document(id: str, request: Request) -> Response:
-        """Delete one document; its id may contain slashes."""
-        return await _answer_delete(collections.of(request), [_checked_id(id)])
-
-    @both("GET", "/documents/{id:any}", schema.DocumentResponse, 400, 404)
+    @both("GET", "/documents/{id:any}", schema.DocumentResponse, 404)
     async def document(id: str, request: Request) -> Response:
         """Return the current state of one document; its id may contain slashes."""
-        passage = await collections.of(request).document(_checked_id(id))
+        passage = await collections.of(request).document(id)
         if passage is None:
             raise HttpError("document_not_found", f"there is no document {id!r}", param="id")
         return json_response(schema.DocumentResponse(id=passage.id, text=passage.text, metadata=dict(passage.metadata)))
@@ -137,8 +148,7 @@ def add_model_routes(api: APIRouter, collections: Collections) -> None:
             message = f"dimensions={body.dimensions}: the model has {card.dimension}; ask for at most that many"
             raise HttpError(400, message, param="dimensions")
         embedded = await service.embed(*body.texts())
-        pieces = schema.EmbeddingsResponse.json_of(embedded.vectors, embedded.tokens, card.id, body)
-        return Response(await _join(pieces), media_type="application/json")
+        return Response(await _embeddings_json(embedded, card.id, body), media_type="application/json")
 
     @api.get("/v1/collections", response_model=schema.CollectionsResponse, responses=error_responses())
     async def list_collections() -> Response:
@@ -151,12 +161,6 @@ def add_model_routes(api: APIRouter, collections: Collections) -> None:
     async def models() -> Response:
         """Return the served model and index; of several models each, with the first collection that it serves."""
         return json_response(schema.ModelsResponse(data=collections.models()))
-
-    @api.get("/v1/models/{model:path}", response_model=schema.Model, responses=error_responses(404))
-    async def model(model: str) -> Response:
-        """Return the served model and index, by the model's name."""
-        cards = collections.models()
-        return json_response(next((card for card in cards if card.id == model), None) or _other_model(model, cards))
 
 
 def add_status_routes(api: APIRouter, collections: Collections, deployment: Callable[[], str]) -> None:
@@ -211,7 +215,7 @@ async def _answer_search(service: Release, request: schema.SearchRequest) -> Res
         raise HttpError(400, message, param="rerank")
     answer = await service.search(
         Search(
-            [Question(request.query, request.instruction or None)],
+            Question(request.query, request.instruction or None),
             request.top_k,
             request.filter,
             request.min_sequence,
@@ -226,7 +230,7 @@ async def _answer_search(service: Release, request: schema.SearchRequest) -> Res
         sequence=answer.sequence,
         model=answer.model,
         timings=answer.timings,
-        hits=list(answer.results[0]),
+        hits=list(answer.hits),
         notes=list(answer.notes),
         explanation=answer.explanation,
     )
@@ -256,13 +260,6 @@ async def _answer_delete(service: Release, ids: list[str]) -> Response:
     return json_response(schema.ChangeResponse(object="documents.deleted", count=len(ids), sequence=sequence))
 
 
-def _checked_id(id: str) -> str:
-    """Return the id of a document in a path; HttpError if it is none."""
-    if not 1 <= len(id) <= schema.MAX_ID_CHARACTERS:
-        raise HttpError(400, f"id: must have 1 to {schema.MAX_ID_CHARACTERS} characters", param="id")
-    return id
-
-
 def _require_writable(service: Release) -> None:
     if not service.card.writable:
         raise ReadOnly
@@ -271,25 +268,27 @@ def _require_writable(service: Release) -> None:
 def _require_model(service: Release, name: str | None) -> schema.Model:
     """Return the card of the served model; HttpError if a request names another model."""
     card = service.card
-    return card if name in (None, card.id) else _other_model(str(name), [card])
+    if name not in (None, card.id):
+        message = f"the model {name!r} is not served here; the served model is {card.id!r}"
+        raise HttpError("model_not_found", message, param="model")
+    return card
 
 
-def _other_model(name: str, cards: Sequence[schema.Model]) -> NoReturn:
-    served = ", ".join(repr(card.id) for card in cards)
-    message = f"the model {name!r} is not served here; the served model is {served}"
-    raise HttpError("model_not_found", message, param="model")
-
-
-async def _join(pieces: Iterable[bytes]) -> bytes:
-    """Join the pieces of an answer; other requests get a turn every `TURN_BYTES`."""
-    joined, size = [], 0
-    for piece in pieces:
-        joined.append(piece)
-        size += len(piece)
-        if size > TURN_BYTES:
+async def _embeddings_json(embedded: Embedded, model: str, request: schema.EmbeddingsRequest) -> bytes:
+    """Serialise an `EmbeddingsResponse`, which can hold millions of numbers; other requests get a turn in between."""
+    vectors = embedded.vectors
+    if request.dimensions is not None:
+        vectors = vectors[:, : request.dimensions]
+        vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    data = []
+    for i, vector in enumerate(vectors.astype("<f4")):
+        base64 = request.encoding_format == "base64"
+        embedding = b'"%s"' % b64encode(vector) if base64 else to_json(vector.tolist())
+        data.append(b'{"object":"embedding","index":%d,"embedding":%s}' % (i, embedding))
+        if i % EMBEDDINGS_PER_TURN == 0:
             await asyncio.sleep(0)
-            size = 0
-    return b"".join(joined)
+    end = b'"model":%s,"usage":{"prompt_tokens":%d,"total_tokens":%d}'
+    return b'{"object":"list","data":[%s],' % b",".join(data) + end % (to_json(model), *[embedded.tokens] * 2) + b"}"
 
 
 def _checked_metadata(metadata: dict[str, Any], card: schema.Model, where: str) -> dict[str, schema.Metadata]:

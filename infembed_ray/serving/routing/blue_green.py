@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from infembed_ray.modeling.formats import Question
 from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.retrieval.fusion import away
-from infembed_ray.retrieval.instruction_parts import Parts, split
+from infembed_ray.retrieval.instruction_parts import split
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
 from infembed_ray.serving import explaining, schema
@@ -95,17 +95,13 @@ class Release:
 
     Args:
         spec: its parts.
-        encoder: may be shared with the releases of other collections.
+        encoder, reranker: may be shared with the releases of other collections.
         shards: as `FanOut` takes them; each has besides `document(id)`, `state() -> ShardState` and `ready()`.
         metrics: has `metrics() -> bytes`.
         timeout_s: request time-out.
         shard_replicas: largest number of replicas.
         max_changed_documents: documents that may differ from the index version per shard.
         ranking: how searches that do not say are scored; without `hybrid` if the index has no words.
-        reranker: re-orders the first hits; None: there is none.
-
-    Attributes:
-        spec, encoder, reranker: as above.
     """
 
     def __init__(
@@ -148,24 +144,40 @@ class Release:
         return await self.encoder.embed(EncoderInputs(texts, instructions), self._deadline())
 
     async def search(self, search: Search) -> SearchOutcome:
-        """Ask all shards at once and merge their hits: up to `top_k` passages per query that satisfy the filter."""
+        """Ask all shards at once and merge their hits: up to `top_k` passages that satisfy the filter."""
         filters.parse(search.filter, self.card.metadata)  # raises before any work is done
         start, deadline = time.perf_counter(), self._deadline()
-        channels = Channels.of(search, self._ranking)
-        asked = Channels.of(_leave_one_out(search), self._ranking) if search.explain else channels
-        vectors = asked.vectors(await self.encoder.query_cache(asked.texts, deadline))
+        text, instruction = search.query.query, search.query.instruction or ""
+        hybrid = self._ranking.hybrid if search.hybrid is None else search.hybrid
+        phrases = explaining.phrases_of(instruction) if search.explain else []
+        asked = [search.query]
+        if search.explain:
+            asked = [Question(text, variant) for variant in explaining.variants(instruction, phrases)]
+        vectors = await self._encode(asked, search, deadline)
         encoded = time.perf_counter()
         reranker = None if search.rerank is False else self.reranker
         depth = max(search.top_k, reranker.settings.depth) if reranker else search.top_k
-        own = vectors[: len(search.queries)]
-        query = channels.query(ShardQuery(own, depth, search.filter, search.min_sequence))
-        ranked = await self._fan_out.search(query, deadline, channels.hybrid)
+        query = ShardQuery(vectors[:1], depth, search.filter, search.min_sequence)
+        if hybrid:
+            # A bag of words cannot negate, so the unwanted part is left out also where `exclude` is false.
+            words = f"{split(instruction).wanted} {text}".strip()
+            query = replace(query, texts=[words], depth=max(HYBRID_DEPTH, search.top_k))
+        ranked = await self._fan_out.search(query, deadline, hybrid)
         searched = time.perf_counter()
-        reranked = Reranked(ranked.results, None, 0.0)
+        reranked = Reranked(ranked.results[0], None, 0.0)
         if reranker:
-            reranked = await reranker(search.queries, ranked.results, deadline)
-        answer = SearchOutcome(
-            results=[hits[: search.top_k] for hits in reranked.results],
+            reranked = await reranker(search.query, ranked.results[0], deadline)
+        hits, notes, explanation = reranked.hits[: search.top_k], [reranked.note] if reranked.note else [], None
+        if search.explain:
+            plain = replace(search, query=Question(text), top_k=explaining.EXPLAINED_DEPTH, explain=False)
+            ids, plain_ids = ([hit.id for hit in each] for each in (hits, (await self.search(plain)).hits))
+            wanted = explaining.explained_ids(ids, plain_ids, search.top_k)
+            scores = await self._fan_out.scores(wanted, vectors, deadline)
+            explanation = explaining.explanation(phrases, ids, plain_ids, search.top_k, scores)
+            if changed := len(wanted) - len(scores):
+                notes.append(f"explain: passages that changed meanwhile: {changed}.")
+        return SearchOutcome(
+            hits=hits,
             model=self.card.id,
             index_version=self.card.index_version,
             sequence=ranked.sequence,
@@ -174,33 +186,18 @@ class Release:
                 search_ms=round(1e3 * (searched - encoded), 3),
                 rerank_ms=round(reranked.ms, 3) if reranker else None,
             ),
-            notes=[reranked.note] if reranked.note else [],
+            notes=notes,
+            explanation=explanation,
         )
-        if search.explain:
-            answer = await self._explained(search, answer, vectors, deadline)
-        return answer
 
-    async def _explained(
-        self, search: Search, answer: SearchOutcome, vectors: np.ndarray, deadline: float
-    ) -> SearchOutcome:
-        """Add the explanation of its hits to the answer to one query.
+    async def _encode(self, questions: Sequence[Question], search: Search, deadline: float) -> np.ndarray:
+        """Return (questions, d) unit vectors, moved away from what the instructions exclude if the search asks for it."""
 
-        Args:
-            vectors: (2 + phrases, d), of the queries of `_leave_one_out`.
-        """
-        (hits,), (query,) = answer.results, search.queries
-        plain = await self.search(
-            replace(search, queries=[Question(query.query)], top_k=explaining.EXPLAINED_DEPTH, explain=False)
-        )
-        ids, plain_ids = [hit.id for hit in hits], [hit.id for hit in plain.results[0]]
-        wanted = explaining.explained_ids(ids, plain_ids, search.top_k)
-        scores = await self._fan_out.scores(wanted, vectors, deadline)
-        phrases = explaining.phrases_of(query.instruction or "")
-        explanation = explaining.explanation(phrases, ids, plain_ids, search.top_k, scores)
-        notes = list(answer.notes)
-        if changed := len(wanted) - len(scores):
-            notes.append(f"explain: passages that changed meanwhile: {changed}.")
-        return answer._replace(explanation=explanation, notes=notes)
+        async def encode(texts: Sequence[Question]) -> np.ndarray:
+            return await self.encoder.query_cache(texts, deadline)
+
+        exclude = self._ranking.exclude if search.exclude is None else search.exclude
+        return await (excluding(questions, self._ranking, encode) if exclude else encode(questions))
 
     async def put(self, documents: Sequence[Document]) -> int:
         """Add documents, or replace those with the same ids. The change is durable when the call returns.
@@ -298,76 +295,33 @@ class Release:
         return now() + self._timeout_s
 
 
-def _leave_one_out(search: Search) -> Search:
-    """The search of its only query under the instructions whose scores explain its ranking, its own first."""
-    (query,) = search.queries
-    instruction = query.instruction or ""
-    instructions = explaining.variants(instruction, explaining.phrases_of(instruction))
-    return replace(search, queries=[Question(query.query, each) for each in instructions])
+async def excluding(
+    questions: Sequence[Question],
+    ranking: RankingSettings,
+    encode: Callable[[Sequence[Question]], Awaitable[np.ndarray]],
+) -> np.ndarray:
+    """Encode questions so that passages which resemble what their instructions exclude score lower.
 
+    Each is encoded under what its instruction wants (with `exclusion_keeps_instruction` under all of it), and its vector is
+    moved away from that of the unwanted part.
 
-@dataclass(frozen=True)
-class Channels:
-    """The channels of one search, with what its instructions exclude and with words: those that it asks for, or else the server's.
+    Args:
+        questions: n questions.
+        ranking: weight of the unwanted part.
+        encode: returns (texts, d) unit vectors.
 
-    Attributes:
-        queries: of the search.
-        parts: of the instruction of each query, if it excludes something or words are searched.
-        exclusion: weight of the unwanted parts; 0: none.
-        whole: encode queries under their whole instruction, also where it excludes something.
-        hybrid: weight of words.
-        depth: candidates by vector and by words.
+    Returns:
+        (n, d) unit vectors.
     """
-
-    queries: Sequence[Question]
-    parts: Sequence[Parts]
-    exclusion: float
-    whole: bool
-    hybrid: float
-    depth: int
-
-    @classmethod
-    def of(cls, search: Search, defaults: RankingSettings) -> Channels:
-        """Choose the channels of a search."""
-        exclude = defaults.exclude if search.exclude is None else search.exclude
-        hybrid = defaults.hybrid if search.hybrid is None else search.hybrid
-        parts = [split(query.instruction or "") for query in search.queries] if exclude or hybrid else []
-        weight = defaults.exclusion_weight if exclude else 0.0
-        whole = defaults.exclusion_keeps_instruction
-        return cls(search.queries, parts, weight, whole, hybrid, max(HYBRID_DEPTH, search.top_k))
-
-    @property
-    def texts(self) -> list[Question]:
-        """What to encode: the queries, unless `whole` under what their instructions want, and then the unwanted parts."""
-        if not self._excluding:
-            return list(self.queries)
-        wanted = [
-            Question(query.query, parts.wanted or None) if parts.unwanted and not self.whole else query
-            for query, parts in zip(self.queries, self.parts, strict=True)
-        ]
-        return wanted + [Question(self.parts[number].unwanted) for number in self._excluding]
-
-    def vectors(self, encoded: np.ndarray) -> np.ndarray:
-        """The vectors to search with, (queries, d) unit vectors, from those of `texts`."""
-        vectors, unwanted = np.split(encoded, [len(self.queries)])
-        if self._excluding:
-            vectors = vectors.copy()
-            vectors[self._excluding] = away(vectors[self._excluding], unwanted, self.exclusion)
-        return vectors
-
-    def query(self, query: ShardQuery) -> ShardQuery:
-        """The request to the shards, with words if the search has them: the query, and what its instruction wants.
-
-        A bag of words cannot negate, so the unwanted part is left out also where `exclude` is false.
-        """
-        if not self.hybrid:
-            return query
-        both = zip(self.queries, self.parts, strict=True)
-        return replace(
-            query, texts=[f"{parts.wanted} {query.query}".strip() for query, parts in both], depth=self.depth
-        )
-
-    @property
-    def _excluding(self) -> list[int]:
-        """The queries whose instruction excludes something."""
-        return [number for number, parts in enumerate(self.parts) if parts.unwanted] if self.exclusion else []
+    parts = [split(question.instruction or "") for question in questions]
+    numbers = [number for number, part in enumerate(parts) if part.unwanted]
+    texts = list(questions)
+    if not ranking.exclusion_keeps_instruction:
+        for number in numbers:
+            texts[number] = Question(texts[number].query, parts[number].wanted or None)
+    encoded = await encode(texts + [Question(parts[number].unwanted) for number in numbers])
+    vectors, unwanted = np.split(encoded, [len(questions)])
+    if numbers:
+        vectors = vectors.copy()
+        vectors[numbers] = away(vectors[numbers], unwanted, ranking.exclusion_weight)
+    return vectors

@@ -27,11 +27,10 @@ MAX_WAIT_S = 2.0
 
 @dataclass(frozen=True)
 class _Queued(Generic[Item]):
-    """An item that waits or is in flight; times are the event loop's."""
+    """An item that waits or is in flight."""
 
     item: Item
     weight: int
-    arrived: float
     deadline: float
 
 
@@ -77,7 +76,7 @@ class MicroBatcher(Generic[Item, Answer]):
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Answer] = loop.create_future()
         weight = self._weigh(item)
-        queued = _Queued(item, weight, loop.time(), deadline)
+        queued = _Queued(item, weight, deadline)
         if weight > self._max_weight:
             self._start(self._single, {answer: queued})
         else:
