@@ -53,8 +53,6 @@ INSTRUCTIONS = {
 """Id of the requested passage -> the instruction, a shorter form of the record's own."""
 TOP_K = 5
 BEFORE, AFTER = "MiniLM", "MiniLM + InF-Embed"
-MODEL_NAME = "minilm-inf-embed"
-"""Name of the trained model in the API."""
 CORPUS = "corpus.jsonl"
 REPORT = "report.html"
 

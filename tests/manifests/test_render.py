@@ -160,7 +160,7 @@ def test_the_api_is_a_service_of_the_served_index(tmp_path: Path, minilm: str) -
     for index in (*indexes, indexes[1]):
         file = tmp_path / "configs" / "serve.yaml"
         file.parent.mkdir(exist_ok=True)
-        rerank = "{kind: late_interaction, cpus: 0.5}"
+        rerank = "{kind: late_interaction}"
         file.write_text(f"{{index: {index}, host: 127.0.0.1, encoder_replicas: 2, rerank: {rerank}}}")
         run(settings(tmp_path / "out", f"configs={file.parent}", "stages={serve: {cpu: 2-8}}"))
         (service,) = kubernetes.documents((tmp_path / "out" / "rayservice.yaml").read_text(encoding="utf-8"))

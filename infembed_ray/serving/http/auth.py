@@ -232,7 +232,7 @@ def new_key(
     path, key = Path(file), PREFIX + secrets.token_urlsafe(32)
     given: dict[str, Any] = {"name": name, "sha256": _digest(key.encode()), "scopes": scopes.split(","), "rate": rate}
     try:
-        entry = ApiKey(**given, collections=collections and collections.split(","))
+        entry = ApiKey(**given, collections=None if collections is None else collections.split(","))
     except ValidationError as error:
         raise InputError(_fault(error)) from None
     try:

@@ -4,21 +4,16 @@ import asyncio
 import pickle
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infembed_ray.serving.encoder import batching as engine_module
 from infembed_ray.serving.encoder.batching import (
     BatchingEngine,
     DeadlineExceeded,
-    EmptySequence,
     QueueFull,
-    cheapest_batches,
-    measured_overhead,
 )
 from tests.serving.debug import debug_embed
 from tests.support.waiting import wait_until_async
@@ -91,25 +86,6 @@ def test_sequences_that_queue_while_the_model_is_busy_are_batched_by_length() ->
     asyncio.run(run())
 
 
-def test_an_expensive_pass_makes_larger_batches() -> None:
-    def passes(overhead_tokens: float) -> int:
-        async def run() -> int:
-            model = Model()
-            engine = BatchingEngine(model, batch_tokens=4096, overhead_tokens=overhead_tokens)
-            first = await occupy_model(model, engine)
-            rest = [asyncio.create_task(engine.embed([sequence(4 * n)])) for n in range(1, 33)]
-            await wait_until_async(lambda: engine.waiting == 32)
-            model.gate.set()
-            await asyncio.gather(first, *rest)
-            return len(model.batches) - 1
-
-        return asyncio.run(run())
-
-    assert passes(overhead_tokens=0) == 32  # nothing is padded
-    assert 1 < passes(overhead_tokens=64) < 32
-    assert passes(overhead_tokens=4096) == 1
-
-
 def divisions(items: list[int]) -> Iterator[list[list[int]]]:
     """All ways to divide items into batches, neighbours or not."""
     if not items:
@@ -120,21 +96,6 @@ def divisions(items: list[int]) -> Iterator[list[list[int]]]:
         yield [[first], *division]
         for i, batch in enumerate(division):
             yield [*division[:i], [first, *batch], *division[i + 1 :]]
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.integers(1, 30), max_size=6), st.integers(1, 100), st.integers(0, 60))
-def test_the_division_into_batches_has_least_cost(lengths: list[int], batch_tokens: int, overhead: int) -> None:
-    lengths = sorted(lengths)
-
-    def cost(batches: list[list[int]]) -> float:
-        if any(len(b) > 1 and len(b) * max(b) > batch_tokens for b in batches):
-            return float("inf")
-        return sum(overhead + len(b) * max(b) for b in batches)
-
-    chosen = [lengths[low:high] for low, high in cheapest_batches(lengths, batch_tokens, overhead)]
-    assert [length for batch in chosen for length in batch] == lengths
-    assert cost(chosen) == min(map(cost, divisions(lengths)))
 
 
 def test_a_large_request_does_not_delay_single_ones() -> None:
@@ -343,33 +304,10 @@ def test_a_model_that_drops_a_row_is_an_error() -> None:
     asyncio.run(run())
 
 
-def test_empty_input_is_rejected() -> None:
-    engine = BatchingEngine(debug_embed)
-    with pytest.raises(ValueError, match="no sequences"):
-        asyncio.run(engine.embed([]))
-    with pytest.raises(EmptySequence, match="input 1 has no tokens"):
-        asyncio.run(engine.embed([[1], []]))
-
-
-@pytest.mark.parametrize(("overhead_tokens", "expected"), [(0, 16), (100, 100), (1000, 1000), (10**6, 4096)])
-def test_the_measured_overhead_is_the_models(
-    overhead_tokens: int, expected: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-
-    def embed(sequences: list[list[int]]) -> np.ndarray:
-        nonlocal now
-        now += 1e-5 * (overhead_tokens + sum(map(len, sequences)))
-        return debug_embed(sequences)
-
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: now))
-    assert measured_overhead(embed, lambda n: [0] * n, 4096) == pytest.approx(expected)
-
-
 def test_a_request_that_would_wait_too_long_is_rejected_and_the_next_is_not() -> None:
     async def run() -> None:
         model = Model()
-        engine = BatchingEngine(model, batch_tokens=40, overhead_tokens=0)
+        engine = BatchingEngine(model, batch_tokens=40)
         await engine.embed([sequence(10)])
         model.batches.clear()
         first = await occupy_model(model, engine)

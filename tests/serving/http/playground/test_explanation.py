@@ -11,7 +11,7 @@ from infembed_ray.serving.encoder.batching import QueueFull
 from tests.serving.debug import debug_embed
 from tests.serving.http.playground.pages import DOCUMENTS, LEAVE_OUT, Server, ids, shown, until
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 INSTRUCTION = "Prefer <b>measured</b> 🛩 values, e\u0301 and no introductions."
 PHRASES = ["Prefer <b>measured</b> 🛩 values,", "e\u0301", "and no introductions."]

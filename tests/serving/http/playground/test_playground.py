@@ -19,7 +19,6 @@ from tests.serving.debug import CARD
 from tests.serving.http.playground.pages import (
     KEY,
     LEAVE_OUT,
-    MARKUP,
     PREFER,
     Search,
     Server,
@@ -30,7 +29,7 @@ from tests.serving.http.playground.pages import (
     until,
 )
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def test_everything_is_reached_and_run_by_keyboard(server: Server, open_page: Any) -> None:
@@ -110,26 +109,6 @@ def test_the_address_holds_the_question_and_gives_it_again(server: Server, open_
     until(page, "document.getElementById('query').value.startsWith('drag')")
     until(page, "document.getElementById('results').getAttribute('aria-busy') === 'false'")
     assert (shown(page, "a"), shown(page, "b")) == first
-
-
-def test_a_suggested_search_is_filled_in_and_run(server: Server, open_page: Any) -> None:
-    page = open_page(server.url)
-    page.get_by_role("button", name=f"drag {PREFER}").click()
-    assert shown(page, "b") == ids(server.search("drag", PREFER))
-    values = [page.locator(f"#{id}").input_value() for id in ("query", "instruction-b", "filter")]
-    assert values == ["drag", PREFER, ""]
-    assert page.url == server.address(q="drag", b=PREFER, k=10)
-    page.locator("#suggestions button").nth(1).click()
-    page.locator("h2", has_text="Leave out").wait_for()
-    assert shown(page, "b") == ids(server.search(MARKUP, LEAVE_OUT))
-    assert page.locator("#suggestions :is(img, script)").count() == 0
-
-
-def test_without_suggestions_nothing_invites_to_try_them(open_page: Any) -> None:
-    with served(Search(suggestions=())) as bare:
-        page = open_page(bare.url)
-        until(page, "document.getElementById('served').textContent")
-        assert page.locator("#try").is_hidden()
 
 
 def test_the_filter_is_folded_until_it_is_needed(server: Server, open_page: Any) -> None:
@@ -336,28 +315,20 @@ def test_axe_finds_no_fault(server: Server, open_page: Any) -> None:
 
 
 def other_collection() -> Search:
-    other = Search(suggestions=())
+    other = Search()
     other.card = CARD.model_copy(update={"passages": 2, "metadata": {"court": "string"}})
     other.documents = {id: Document(id, f"text of {id}", {"court": "high"}) for id in ("law/1", "law/2")}
     return other
-
-
-def test_one_collection_has_no_selector(server: Server, open_page: Any) -> None:
-    page = open_page(server.url)
-    page.locator("#served", has_text="passages").wait_for()
-    assert not page.locator("#collection").is_visible()
 
 
 def test_a_collection_is_chosen_and_stays_in_the_address_and_in_copied_requests(open_page: Any) -> None:
     with served(Search(), law=other_collection()) as both:
         page = open_page(both.address(q="drag", b=PREFER))
         assert shown(page, "b") == ids(both.search("drag", PREFER))
-        assert page.locator("#suggestions button").count() == 2
         page.get_by_label("Collection").select_option("law")
         until(page, "document.querySelectorAll('#hits-b > li[data-id]').length === 2")
         assert set(shown(page, "a")) == set(shown(page, "b")) == {"law/1", "law/2"}
         assert page.locator("#served").inner_text() == "debug · 2 passages"
-        assert page.locator("#suggestions button").count() == 0
         assert page.locator("#fields button").all_text_contents() == ["court string"]
         assert "c=law" in page.url
         ranking = shown(page, "b")

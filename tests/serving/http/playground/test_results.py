@@ -19,7 +19,7 @@ from tests.serving.http.playground.pages import (
     until,
 )
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def test_a_ranking_without_and_one_with_the_instruction_stand_side_by_side(server: Server, open_page: Any) -> None:
