@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.serve.context import _get_global_client
 
@@ -105,34 +103,6 @@ def test_each_collection_answers_from_its_own_index_and_documents(api: str, key:
     assert ask(f"{api}/v1/collections/law/search", {"query": "x"}, **key)[1]["error"]["message"] == (
         "there is no collection 'law'; there are index, news"
     )
-
-
-def test_a_key_of_one_collection_is_refused_elsewhere(api: str, keys: dict[str, str]) -> None:
-    own = {"Authorization": f"Bearer {keys['news']}"}
-    assert search(api, own, "/v1/collections/news", "diabetes")
-    for path, body in (("/v1/search", {"query": "x"}), ("/v1/collections/index/search", {"query": "x"})):
-        status, answer, _ = ask(f"{api}{path}", body, **own)
-        assert (status, answer["error"]["code"]) == (403, "collection_not_allowed")
-    assert ask(f"{api}/metrics", **own)[0] == 403
-    assert [one["name"] for one in ask(f"{api}/v1/collections", **own)[1]["data"]] == ["news"]
-    assert ask(f"{api}/v1/embeddings", {"input": "x"}, **own)[0] == 200
-
-
-def test_metrics_tell_the_collections_apart(api: str, key: dict[str, str], settings: ServeSettings) -> None:
-    specs = Plan.resolve(settings).release.by_name
-
-    def series() -> set[tuple[str, str, str]]:
-        with urllib.request.urlopen(urllib.request.Request(f"{api}/metrics", headers=key), timeout=60) as page:
-            families = {f.name: f.samples for f in text_string_to_metric_families(page.read().decode())}
-        names = {s.labels["application"]: s.labels["collection"] for s in families.get("infembed_collection_info", [])}
-        shards = families.get("infembed_shard_documents", [])
-        return {(names.get((app := s.labels["replica"].partition("/")[0]), ""), app, f"{s.value:g}") for s in shards}
-
-    expected = {
-        ("index", specs["index"].index.application, f"{len(PASSAGES)}"),
-        ("news", specs["news"].index.application, f"{len(NEWS)}"),
-    }
-    wait_until(lambda: series() == expected, 20)
 
 
 def test_an_upgrade_of_one_collection_fails_no_request_and_restarts_no_other_part(

@@ -257,19 +257,6 @@ def test_only_429_counts_as_overload(clock: Clock, status: int) -> None:
     asyncio.run(scenario())
 
 
-def test_each_path_has_its_own_limit() -> None:
-    async def scenario() -> None:
-        async def no_room_for_embeddings(scope: Scope, receive: Receive, send: Send) -> None:
-            await asyncio.sleep(0.001)
-            await JSONResponse({}, 200 if scope["path"] == "/v1/search" else 429)(scope, receive, send)
-
-        admission = AdmissionControl(no_room_for_embeddings)
-        await storm(admission, clients=60, requests=20, path="/v1/embeddings")
-        assert await storm(admission, clients=60, requests=5) == {200: 300}
-
-    asyncio.run(scenario())
-
-
 def test_clients_that_do_not_read_their_answers_take_no_place() -> None:
     async def scenario() -> None:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:

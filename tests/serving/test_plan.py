@@ -128,16 +128,6 @@ def test_a_copy_of_the_served_index_is_another_release(settings: ServeSettings, 
     assert here.release.fingerprint != there.release.fingerprint  # else `serve` would have nothing to do
 
 
-def test_a_published_model_is_named_after_its_output_and_not_after_its_digest(
-    settings: ServeSettings, tmp_path: Path, minilm: str
-) -> None:
-    published = tmp_path / "cardiology" / "0f3c9a7be1d24c55"
-    shutil.copytree(minilm, published)
-    (published / MANIFEST).write_text('{"identity": "0f3c9a7be1d24c55"}')
-    release = Plan.resolve(settings.model_copy(update={"model": str(published)})).release
-    assert release.default.card.id == "cardiology"
-
-
 @pytest.mark.parametrize(
     ("given", "digest", "name"),
     [
@@ -195,17 +185,6 @@ def with_collections(settings: ServeSettings, **places: str) -> ServeSettings:
     return ServeSettings.model_validate({**settings.model_dump(), "collections": places})
 
 
-def test_collections_change_nothing_of_the_default_one(settings: ServeSettings, news: str) -> None:
-    alone, both = Plan.resolve(settings).release, Plan.resolve(with_collections(settings, news=news)).release
-    assert both.fingerprint != alone.fingerprint
-    assert (both.default.index, both.default.encoder) == (alone.default.index, alone.default.encoder)
-    assert list(both.by_name) == ["index", "news"]
-    assert set(both.parts) - set(alone.parts) == {both.collections["news"].index.application}
-    assert both.collections["news"].encoder == both.default.encoder  # one for all
-    assert both.collections["news"].card.passages == len(AGAIN)
-    assert type(both).model_validate(both.model_dump(mode="json")) == both
-
-
 def test_the_fingerprint_changes_with_each_collection_and_its_name(
     settings: ServeSettings, news: str, foreign: tuple[str, str]
 ) -> None:
@@ -222,21 +201,6 @@ def test_the_fingerprint_changes_with_each_collection_and_its_name(
         fingerprint(news=foreign[1], law=news),
     }
     assert len(fingerprints) == 6
-
-
-def test_the_config_file_has_all_collections_and_keeps_those_of_the_previous_release(
-    settings: ServeSettings, news: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "serve.yaml"
-    applications = []
-    for places in ({"news": news}, {}, {}):
-        run(with_collections(settings, **places).model_copy(update={"config_file": str(file)}))
-        written = yaml.safe_load(file.read_text())
-        schema = ServeDeploySchema.model_validate(written)
-        applications.append({application.name for application in schema.applications})
-    both = Plan.resolve(with_collections(settings, news=news)).release
-    assert applications[0] == applications[1] == {*both.parts, "infembed"}
-    assert applications[2] == applications[0] - {both.collections["news"].index.application}
 
 
 def test_every_encoder_is_started_once_and_reserves_resources(

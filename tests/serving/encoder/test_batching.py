@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -86,18 +85,6 @@ def test_sequences_that_queue_while_the_model_is_busy_are_batched_by_length() ->
     asyncio.run(run())
 
 
-def divisions(items: list[int]) -> Iterator[list[list[int]]]:
-    """All ways to divide items into batches, neighbours or not."""
-    if not items:
-        yield []
-        return
-    first, *rest = items
-    for division in divisions(rest):
-        yield [[first], *division]
-        for i, batch in enumerate(division):
-            yield [*division[:i], [first, *batch], *division[i + 1 :]]
-
-
 def test_a_large_request_does_not_delay_single_ones() -> None:
     async def run() -> None:
         model = Model()
@@ -153,20 +140,6 @@ def test_a_cancelled_request_never_reaches_the_model() -> None:
     asyncio.run(run())
 
 
-def test_cancelling_a_request_in_the_model_affects_no_other() -> None:
-    async def run() -> None:
-        model = Model()
-        engine = BatchingEngine(model)
-        in_the_model = await occupy_model(model, engine)
-        waiting = asyncio.create_task(engine.embed([sequence(4)]))
-        in_the_model.cancel()
-        await wait_until_async(in_the_model.done)
-        model.gate.set()
-        np.testing.assert_array_equal(await waiting, debug_embed([sequence(4)]))
-
-    asyncio.run(run())
-
-
 def test_a_sequence_on_which_the_model_raises_fails_alone() -> None:
     """The model fails on any batch with it; who shared the batch is answered."""
     seen: list[list[int]] = []
@@ -192,25 +165,6 @@ def test_a_sequence_on_which_the_model_raises_fails_alone() -> None:
     asyncio.run(run())
 
 
-def test_a_broken_model_fails_every_request_and_is_called_again() -> None:
-    broken = True
-
-    def model(sequences: list[list[int]]) -> np.ndarray:
-        if broken:
-            raise RuntimeError("device lost")
-        return debug_embed(sequences)
-
-    async def run() -> None:
-        nonlocal broken
-        engine = BatchingEngine(model)
-        answers = await asyncio.gather(*[engine.embed([sequence(3)]) for _ in range(5)], return_exceptions=True)
-        assert all(isinstance(answer, RuntimeError) for answer in answers)
-        broken = False
-        assert len(await engine.embed([sequence(3)])) == 1
-
-    asyncio.run(run())
-
-
 def test_a_request_that_expires_in_the_queue_never_reaches_the_model() -> None:
     async def run() -> None:
         model = Model()
@@ -227,41 +181,6 @@ def test_a_request_that_expires_in_the_queue_never_reaches_the_model() -> None:
             await engine.embed([sequence(4, first=3)], timeout_s=0)  # an idle engine would have begun at once
         assert [s[0] for batch in model.batches for s in batch] == [99, 1]
         assert engine.counters.expired == 2
-
-    asyncio.run(run())
-
-
-def test_a_request_that_expires_in_the_model_fails_at_once_and_affects_no_other() -> None:
-    async def run() -> None:
-        model = Model()
-        model.gate.clear()
-        engine = BatchingEngine(model)
-        both = [asyncio.create_task(engine.embed([sequence(4)], timeout_s=t)) for t in (0.01, 60)]
-        with pytest.raises(DeadlineExceeded):
-            await both[0]
-        assert model.running == 1
-        model.gate.set()
-        np.testing.assert_array_equal(await both[1], debug_embed([sequence(4)]))
-        assert len(await engine.embed([sequence(4)])) == 1
-
-    asyncio.run(run())
-
-
-def test_a_huge_request_does_not_delay_others() -> None:
-    async def run() -> None:
-        model = Model()
-        engine = BatchingEngine(model, batch_tokens=50)
-        first = await occupy_model(model, engine)
-        huge = asyncio.create_task(engine.embed([sequence(10)] * 500))
-        singles = [asyncio.create_task(engine.embed([sequence(10, first=n)])) for n in range(1, 15)]
-        await wait_until_async(lambda: engine.waiting == 514)
-        model.gate.set()
-        await asyncio.gather(*singles)
-        assert len(model.batches) <= 1 + 5
-        assert not huge.done()
-        huge.cancel()
-        await wait_until_async(lambda: engine.waiting == 0)
-        await first
 
     asyncio.run(run())
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from infembed_ray.serving.http.app import create_app
@@ -103,11 +102,6 @@ def test_without_keys_a_foreign_host_name_is_rejected(host: str) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "foreign_host")
 
 
-def test_with_keys_every_host_name_is_accepted() -> None:
-    client = client_of(keys=("one",), host="search.example.org")
-    assert client.get("/v1/models", headers={"Authorization": "Bearer one"}).status_code == 200
-
-
 def test_the_body_of_a_request_without_a_key_is_not_read() -> None:
     def chunks() -> Any:
         raise AssertionError("read")
@@ -135,10 +129,6 @@ def test_a_request_without_a_valid_id_gets_a_new_one(id: Any) -> None:
     assert made[0] != made[1]
 
 
-def test_behind_a_proxy_that_adds_request_ids_the_api_adds_none() -> None:
-    assert "x-request-id" not in client_of(request_ids=False).get("/healthz").headers
-
-
 @pytest.mark.parametrize(("path", "status"), [("/healthz", 200), ("/nothing", 404), ("/v1/search", 405)])
 def test_every_answer_has_the_security_headers_and_none_of_cors(path: str, status: int) -> None:
     answer = client_of().get(path, headers={"Origin": "https://evil.example"})
@@ -146,15 +136,6 @@ def test_every_answer_has_the_security_headers_and_none_of_cors(path: str, statu
     for name, value in HEADERS:
         assert answer.headers[name.decode()] == value.decode()
     assert not any(name.startswith("access-control") for name in answer.headers)
-
-
-def test_an_answer_can_set_its_own_policy() -> None:
-    service = DebugService()
-    app = make_app(service)
-    own = {"Content-Security-Policy": "default-src 'self'"}
-    app.add_api_route("/own", lambda: PlainTextResponse("", headers=own), response_model=None)
-    answer = TestClient(app, base_url="http://localhost").get("/own")
-    assert answer.headers["content-security-policy"] == "default-src 'self'"
 
 
 # ------------------------------------------------------------------------------------------------ faults, counts

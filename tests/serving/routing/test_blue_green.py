@@ -21,12 +21,12 @@ from infembed_ray.retrieval.lexical import DeltaTerms, terms_of
 from infembed_ray.retrieval.shards import Build, Shard, shard_of
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
-from infembed_ray.serving import explaining, schema
+from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import Embedded, QueueFull
 from infembed_ray.serving.http.app import create_app
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.release import CollectionSpec, EncoderArguments, IndexArguments, ReleaseSpec
-from infembed_ray.serving.routing import blue_green, retries
+from infembed_ray.serving.routing import blue_green
 from infembed_ray.serving.routing.blue_green import Release, excluding
 from infembed_ray.serving.routing.encoder_calls import EncoderCalls
 from infembed_ray.serving.routing.reranking import RerankStage
@@ -173,15 +173,6 @@ def test_concurrent_searches_get_the_best_hits_of_all_shards(world: World) -> No
     assert len(world.encoder.calls) < 10  # most share a call
 
 
-def test_shards_apply_the_filter(world: World) -> None:
-    async def scenario(release: Release) -> None:
-        answer = await release.search(Search(Question("q", "I"), 4, {"year": {"lt": 20}}))
-        assert [hit.id for hit in answer.hits] == best("I q", 4, lambda id: int(id[1:]) < 20)
-        assert answer.hits[0].metadata == {"year": int(answer.hits[0].id[1:])}
-
-    world.play(scenario)
-
-
 def test_the_first_hits_are_reranked_before_they_are_cut_to_top_k(world: World) -> None:
     depth, lengths = 20, {"reranked": 0}
 
@@ -259,24 +250,6 @@ def test_a_call_is_retried_when_a_replica_is_lost_but_not_when_it_is_full(world:
     world.play(scenario)
 
 
-def test_a_call_to_a_silent_encoder_replica_is_made_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "SILENCE_S", 0.05)
-
-    class HalfSilent(Encoder):
-        async def __call__(self, method: str, *arguments: Any) -> Any:
-            answer = await super().__call__(method, *arguments)
-            if len(self.calls) == 1:
-                await asyncio.sleep(60)  # as on a lost machine that Ray has not noticed
-            return answer
-
-    async def scenario() -> None:
-        release = world.release(world.calls(HalfSilent(), replicas=2))
-        answer = await asyncio.wait_for(release.search(Search(Question("q", "I"), 3)), 20)
-        assert [hit.id for hit in answer.hits] == best("I q", 3)
-
-    asyncio.run(scenario())
-
-
 def test_a_repeated_search_costs_no_encoding_and_sees_changes(world: World) -> None:
     async def scenario() -> None:
         calls = world.calls()
@@ -337,26 +310,6 @@ def test_an_explanation_agrees_with_brute_force_leave_one_out(world: World) -> N
             assert passage.effects == pytest.approx(expected, abs=1e-6)
         assert max(abs(effect) for passage in explanation.passages for effect in passage.effects) > 0.1
         assert answer.notes == []
-
-    world.play(scenario)
-
-
-def test_an_explanation_has_no_rank_beyond_its_depth_and_respects_the_filter(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(explaining, "EXPLAINED_DEPTH", 5)
-    allowed = lambda id: int(id[1:]) < 40  # noqa: E731
-
-    async def scenario(release: Release) -> None:
-        answer = await release.search(Search(Question("q", INSTRUCTION), 4, {"year": {"lt": 40}}, explain=True))
-        assert answer.explanation is not None
-        hits, plain = best(f"{INSTRUCTION} q", 4, allowed), best("None q", 5, allowed)
-        ranks = {p.id: (p.rank, p.rank_without) for p in answer.explanation.passages}
-        assert set(ranks) == {*hits, *plain[:4]}
-        for id, (rank, rank_without) in ranks.items():
-            assert rank == (hits.index(id) + 1 if id in hits else None)
-            assert rank_without == (plain.index(id) + 1 if id in plain else None)
-        assert None in {rank_without for _, rank_without in ranks.values()}
 
     world.play(scenario)
 
@@ -538,18 +491,6 @@ def test_a_hybrid_search_fuses_all_shards_and_reads_only_wanted_words(world: Wor
         assert all(hit.text == texts[hit.id] for hit in answer.hits)
 
     world.play(scenario)
-
-
-def test_requests_override_the_default_ranking(world: World) -> None:
-    async def scenario(release: Release) -> None:
-        plain = await release.search(Search(QUERY, 5, exclude=False, hybrid=0.0))
-        scores = {id: float(vector("Prices of 7, no history text") @ vector(t)) for id, t in PASSAGES.items()}
-        assert [hit.id for hit in plain.hits] == ranked(scores, 5)
-        default = await release.search(Search(QUERY, 5))
-        asked = await release.search(Search(QUERY, 5, exclude=True, hybrid=0.2))
-        assert default.hits == asked.hits != plain.hits
-
-    world.play(scenario, ranking=RankingSettings(exclude=True, hybrid=0.2))
 
 
 def test_an_older_release_without_words_ignores_the_default(world: World) -> None:
