@@ -305,8 +305,8 @@ def main() -> None:
                 timed = latencies(model, task, shards, ROWS, rerank)
             print(table(name, found), flush=True)
     print("| latency | p50 ms | p50 ms where the instruction excludes |", "|---|---:|---:|", sep="\n")
-    for label, (every, excluding) in timed.items():
-        print(f"| {label} | {every:.1f} | {excluding:.1f} |")
+    for label, (every, those_that_exclude) in timed.items():
+        print(f"| {label} | {every:.1f} | {those_that_exclude:.1f} |")
     print(json.dumps(headline(found, timed)))
 
 
