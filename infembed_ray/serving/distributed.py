@@ -181,7 +181,7 @@ def require_cluster(settings: ServeSettings, upgrades: bool) -> None:
     """InputError if the API has to outlive this command, and there is no cluster on which it can."""
     if not (settings.wait or upgrades or on_a_cluster()):
         fault, remedy = "there is no cluster to leave it on", "start Ray and set RAY_ADDRESS, or wait=true"
-        raise InputError.of("wait", False, fault, remedy)
+        raise InputError.of("wait", "false", fault, remedy)
 
 
 def _connect(plan: Plan) -> None:

@@ -1,7 +1,6 @@
 """Leave-one-out explanation of a ranking: which phrases of the instruction moved a passage.
 
-The effect of a phrase on a passage is the passage's score under the whole instruction minus its score under the instruction
-without the phrase. Phrases depend on one another, so their effects need not add up to the effect of the whole instruction.
+The effect of a phrase is the passage's score under the whole instruction minus its score under the instruction without it.
 """
 
 from __future__ import annotations
@@ -100,10 +99,7 @@ def phrases_of(instruction: str) -> list[Phrase]:
 
 
 def variants(instruction: str, phrases: Sequence[Phrase]) -> list[str | None]:
-    """Return the instructions whose scores explain a ranking: the whole, none, and one without each phrase.
-
-    An instruction of which nothing is left is None.
-    """
+    """Return the instructions whose scores explain a ranking: the whole, None, and one without each phrase (None if empty)."""
     left = (instruction[: phrase.start] + instruction[phrase.end :].lstrip() for phrase in phrases)
     return [instruction, None, *(text.strip() or None for text in left)]
 

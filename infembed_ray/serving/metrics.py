@@ -1,8 +1,4 @@
-"""Metrics of the API: every replica sends a snapshot each second, and one page shows all of them to Prometheus. No Ray.
-
-Ray exports its own metrics by an agent on every node, which a local cluster does not start, under an address for each node.
-Here one scrape of the API's `/metrics` returns the metrics of all replicas.
-"""
+"""Metrics of the API: every replica sends a snapshot each second, and one page shows all of them to Prometheus. No Ray."""
 
 from __future__ import annotations
 

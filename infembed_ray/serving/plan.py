@@ -235,7 +235,8 @@ def _probe_set(settings: ServeSettings) -> ProbeSet | None:
             probes.append(Probe.model_validate(row))
         except ValidationError as error:
             first = error.errors()[0]
-            fault = f"row {number}: {'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}"
+            where = "".join(f"{part}: " for part in first["loc"])
+            fault = f"row {number}: {where}{first['msg'].removeprefix('Value error, ')}"
             remedy = "give every row a query and the ids of its relevant passages (`relevant`)"
             raise InputError.of("probes", file, fault, remedy) from None
     if not probes:

@@ -1,8 +1,7 @@
 """A release: one encoder and one index version of each collection, as the arguments of their Serve applications.
 
-A release is plain JSON. It is the `user_config` of the ingress, so a new one restarts nothing, and everything that starts,
-checks, compacts or replaces a release needs nothing else. The name of an application contains a digest of its arguments:
-applications with different arguments run side by side, and equal ones are shared.
+It is plain JSON: the `user_config` of the ingress, so a new one restarts nothing. The name of an application contains a digest
+of its arguments: applications with different arguments run side by side, and equal ones are shared.
 """
 
 from __future__ import annotations

@@ -410,7 +410,7 @@ class Ingress:
         if self._served is None:
             return
         spec, releases = self._served
-        caches = {release.encoder: release.encoder.query_cache for release in releases.values()}.values()
+        caches = {id(release.encoder): release.encoder.query_cache for release in releases.values()}.values()
         yield from readings(
             {
                 "infembed_query_cache_bytes": ("Memory of cached queries.", sum(cache.bytes for cache in caches)),

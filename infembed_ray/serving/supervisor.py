@@ -1,9 +1,7 @@
 """The API as a Serve application, its supervisor, and the replacement of one release by another (blue/green).
 
-`infembed` is the HTTP API. Its `user_config` is the release that it answers from, so a new release does not restart it. The
-supervisor is a deployment of that application with one replica. It does for an API what must go on without the command
-that started it: the metrics page, the verdict on a new release, and automatic compaction. So `infembed serve`,
-`serve deploy` and a RayService behave alike.
+The supervisor is a deployment with one replica for what must go on without the command that started the API: the metrics page,
+the verdict on a new release, and automatic compaction. So `infembed serve`, `serve deploy` and a RayService behave alike.
 """
 
 from __future__ import annotations
@@ -84,11 +82,13 @@ log = logging.getLogger(__name__)
 # ------------------------------------------------------------------------------------------------- the application
 
 
-def api_application(
-    arguments: ApiArguments | Mapping[str, Any], release: ReleaseSpec | None = None
-) -> serve.Application:
-    """Build the API over a release. `serve deploy` passes the arguments alone, and its config file sets the `user_config`."""
-    arguments = ApiArguments.model_validate(arguments)
+def api_application(arguments: Mapping[str, Any]) -> serve.Application:
+    """Build the API of `serve deploy`, whose config file sets the `user_config`."""
+    return api_over(ApiArguments.model_validate(arguments), None)
+
+
+def api_over(arguments: ApiArguments, release: ReleaseSpec | None) -> serve.Application:
+    """Build the API over a release."""
     settings = arguments.settings
     supervisor = serve.deployment(
         Supervisor,
@@ -301,7 +301,7 @@ def roll_out(
 
 def switch_to(arguments: ApiArguments, release: ReleaseSpec | None) -> None:
     """Let the API answer from a release; without effect if it does already."""
-    ray_compat.start_application(api_application(arguments, release), APPLICATION, "/", LoggingConfig(**LOGGING))
+    ray_compat.start_application(api_over(arguments, release), APPLICATION, "/", LoggingConfig(**LOGGING))
     if release is not None:
         wait_until_running(APPLICATION)
 

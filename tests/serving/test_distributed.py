@@ -34,7 +34,7 @@ from infembed_ray.serving import distributed, supervisor
 from infembed_ray.serving.distributed import run, serving
 from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.release import APPLICATION, ENCODER, INGRESS
-from infembed_ray.serving.supervisor import api_application
+from infembed_ray.serving.supervisor import api_over
 from tests.serving.commands import command_line, environment, is_free, serve_command
 from tests.serving.http_client import ask, found, under_load, values
 from tests.serving.indexes import AGAIN, PASSAGES, YEARS, publish_index
@@ -52,7 +52,7 @@ INSTRUCTIONS = ("Only guidelines written for clinicians.", "For a lesson on nine
 def api(settings: ServeSettings, ray_cluster: None) -> Iterator[str]:
     # As a killed job leaves it: Serve listens on the port, and the API has no release.
     distributed._start_serve(plan := Plan.resolve(settings))
-    serve.run(api_application(plan.api), name=APPLICATION, route_prefix="/")
+    serve.run(api_over(plan.api, None), name=APPLICATION, route_prefix="/")
     with serving(settings) as url:
         yield url
     distributed.stop()  # the release that replaced it

@@ -97,7 +97,7 @@ def test_arguments_round_trip_through_the_config_file(encoder: str, classifier: 
         ({"kind": "cross_encoder", "model": "./nowhere"}, "rerank.model"),
         ({"kind": "late_interaction", "model": "./nowhere"}, "rerank.model"),
         ({"kind": "late_interaction", "model": {"model": "x"}}, "rerank.model"),
-        ({"kind": "cross_encoder", "model": {"kind": "bm25"}}, "rerank.model.kind"),
+        ({"kind": "cross_encoder", "model": {"kind": "bm25"}}, "rerank.model"),
     ],
 )
 def test_a_model_that_does_not_fit_is_rejected_before_the_start(

@@ -82,7 +82,7 @@ class ApiKeys:
         self._checked_at = 0.0
         self._file_state: object = None
         if self._file is not None:
-            self._file_state = self._state_of(self._file)
+            self._file_state = _state_of(self._file)
             self._file_keys = list(read_keys(self._file).values())
             if not self._file_keys:
                 raise InputError.of("api_keys_file", file, "holds no key", _CREATE)
@@ -131,7 +131,7 @@ class ApiKeys:
         if self._file is None or now - self._checked_at < RECHECK_S:
             return
         self._checked_at = now
-        state = self._state_of(self._file)
+        state = _state_of(self._file)
         if state == self._file_state:
             return
         self._file_state = state
@@ -145,14 +145,14 @@ class ApiKeys:
                 "api_keys_file=%s: changed; it now holds %d keys: %s", self._file, len(keys), ", ".join(keys) or "none"
             )
 
-    @staticmethod
-    def _state_of(file: Path) -> object:
-        """Return a value that changes when the file is written or replaced."""
-        try:
-            stat = file.stat()
-        except OSError as error:
-            return error.errno
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+def _state_of(file: Path) -> object:
+    """Return a value that changes when the file is written or replaced."""
+    try:
+        stat = file.stat()
+    except OSError as error:
+        return error.errno
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 class TokenBucket:

@@ -1,8 +1,4 @@
-"""Calls of the ingress to one encoder: micro-batched, retried, and with a query cache. No Ray.
-
-The releases of all collections that one encoder serves share them. Vectors depend on the encoder alone, so a query that was
-encoded for one collection need not be encoded again for another one.
-"""
+"""Calls of the ingress to one encoder, which all its collections share: micro-batched, retried, and with a query cache. No Ray."""
 
 from __future__ import annotations
 

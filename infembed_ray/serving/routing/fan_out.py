@@ -1,8 +1,7 @@
-"""Fan-out of a search to the shards of an index, in one phase or two, and the merge of their answers. No Ray.
+"""Fan-out of a search to the shards of an index, and the merge of their answers. No Ray.
 
-In one phase every shard answers its hits with their texts. Of many shards or many hits the merge drops most of them, so in two
-phases the shards answer ids and scores, and those that have winners are asked for their texts. Texts are cached by `Key`, which
-names one state of a document for ever.
+In one phase every shard answers its hits with their texts. In two phases the shards answer ids and scores, and those that have
+winners are asked for their texts, which are cached by `Key`: it names one state of a document for ever.
 """
 
 from __future__ import annotations

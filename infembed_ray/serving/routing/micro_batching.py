@@ -1,10 +1,7 @@
 """Micro-batching: gathers concurrent items into few calls, so that they share the cost of a call between processes.
 
-An item is sent at once while few calls are in flight. Otherwise it waits until one of them returns, and is sent with all
-items that have arrived meanwhile. Nothing is delayed on purpose, and the higher the load, the less each item costs.
-
-An item that has waited for `MAX_WAIT_S` is rejected. The wait is measured, as in CoDel (Nichols and Jacobson 2012), and never
-predicted: a prediction made from slow calls would reject items long after the service has recovered.
+An item is sent at once while few calls are in flight; otherwise with all that arrive until one of them returns. An item that has
+waited for `MAX_WAIT_S` is rejected: the wait is measured, as in CoDel (Nichols and Jacobson 2012), and never predicted.
 """
 
 from __future__ import annotations
