@@ -294,7 +294,7 @@ def main() -> None:
         "p50_ms": {name: latency(name, 50) for name in runs},
         "p99_ms": {name: latency(name, 99) for name in runs},
         "one_client_p50_ms": {name: round(1e3 * seconds, 2) for name, seconds in alone.items()},
-        "runtime": ours.engine.runtime,
+        "runtime": ours.engine.dtype,
         "least_cosine": {name: round(cosine, 6) for name, cosine in cosines.items()},
         "absent": absent,
         "failed": failed,

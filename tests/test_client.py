@@ -211,13 +211,6 @@ def test_retries_of_an_unreachable_server_end_within_the_timeout_with_the_reason
     assert sum(pauses) < 10
 
 
-def test_the_backoff_doubles_up_to_a_maximum(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "MAX_BACKOFF_S", 1.0)
-    client, _ = answering(full(), full(), full(), full(), full(), full(), models())
-    client.models()
-    np.testing.assert_allclose(pauses, [0.1, 0.2, 0.4, 0.8, 1.0, 1.0])
-
-
 def test_the_async_client_retries() -> None:
     answers = iter([full(), httpx2.Response(503, json={}), models()])
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from infembed_ray.config.base import IndexPath, InputPath, ModelName, Settings, runtime_field
+from infembed_ray.config.base import IndexPath, ModelName, Settings, runtime_field
 
 DEFAULT_COLLECTION = "index"
 """Name of the collection that `index` names; requests without a collection go to it."""
@@ -97,9 +97,6 @@ class ServeSettings(Settings):
     cpus_per_shard: float = Field(0.1, gt=0, description="CPUs per shard replica; each has at least one thread")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="precision of the encoder; auto: bfloat16 on GPUs and on CPUs with bfloat16 instructions"
-    )
-    onnx: InputPath | None = runtime_field(
-        None, description="output of `infembed export` for the served model, to run on ONNX Runtime; null: torch"
     )
     request_timeout_s: float = Field(30.0, gt=0, description="time-out of a request, answered with 504")
     writable: bool = Field(True, description="allow documents to be put and deleted through the API")

@@ -33,7 +33,6 @@ from infembed_ray.retrieval.stores.milvus import Milvus
 from infembed_ray.retrieval.stores.store import Address
 from infembed_ray.serving import reranking, schema
 from infembed_ray.serving.edge import READ_TIMEOUT_S
-from infembed_ray.serving.encoder.engine import onnx_files
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
 from infembed_ray.serving.release import (
     APPLICATION,
@@ -315,11 +314,6 @@ def _encoder(
     path = local(model)
     fingerprint = _fingerprint(path, facts.dimensions)
     facts.require_encoder(fingerprint, index)
-    if settings.onnx is not None:
-        if settings.gpus_per_encoder or settings.dtype == "bfloat16":
-            remedy = "leave out gpus_per_encoder and dtype, or onnx"
-            raise InputError.of("onnx", settings.onnx, "ONNX Runtime runs on CPUs and in float32 here", remedy)
-        onnx_files(settings.onnx, fingerprint)
     name = model_name(settings.model or facts.model, path)
     for spec in others.values():
         if spec.card.id == name:

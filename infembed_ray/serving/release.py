@@ -55,7 +55,7 @@ class EncoderArguments(Arguments):
     """Arguments of `deployments.encoder_application`. An encoder is identified by its fingerprint, wherever it was read."""
 
     relevant: ClassVar[set[str]] = {
-        *("encoder_replicas", "max_encoder_replicas", "gpus_per_encoder", "cpus_per_encoder", "dtype", "onnx"),
+        *("encoder_replicas", "max_encoder_replicas", "gpus_per_encoder", "cpus_per_encoder", "dtype"),
         "request_timeout_s",
     }
     places: ClassVar[set[str]] = {"model"}

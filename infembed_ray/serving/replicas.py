@@ -151,8 +151,8 @@ def encoder_metrics(engine: EncodingEngine) -> Iterator[Metric]:
     )
     hits, misses = (prefixes.hits, prefixes.misses) if prefixes else (0, 0)
     yield from _of_model("infembed_encoder", engine.batching, prefix_hits=hits, prefix_misses=misses)
-    chosen = GaugeMetricFamily("infembed_encoder_runtime", "1 for what runs the encoder.", labels=["runtime"])
-    chosen.add_metric([engine.runtime], 1)
+    chosen = GaugeMetricFamily("infembed_encoder_dtype", "1 for the precision of the encoder.", labels=["dtype"])
+    chosen.add_metric([engine.dtype], 1)
     yield chosen
 
 

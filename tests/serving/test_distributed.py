@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import signal
 import subprocess
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -33,12 +31,12 @@ from infembed_ray.retrieval.index import Index
 from infembed_ray.serving import distributed, supervisor
 from infembed_ray.serving.distributed import run, serving
 from infembed_ray.serving.plan import Plan
-from infembed_ray.serving.release import APPLICATION, ENCODER, INGRESS
+from infembed_ray.serving.release import APPLICATION
 from infembed_ray.serving.supervisor import api_over
 from tests.serving.commands import command_line, environment, is_free, serve_command
 from tests.serving.http_client import ask, found, under_load, values
 from tests.serving.indexes import AGAIN, PASSAGES, YEARS, publish_index
-from tests.serving.releases import Switches, other_release, replica, with_encoder
+from tests.serving.releases import Switches, other_release, with_encoder
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -243,23 +241,6 @@ def test_a_blue_green_switch_under_load_fails_no_request_and_mixes_no_answer(
     applications = serve.status().applications
     assert {name for name in applications if "-encoder-" in name} == encoders  # it was not restarted
     assert len([name for name in applications if "-index-" in name]) == 1
-
-
-@pytest.mark.ray
-def test_killed_replicas_cost_only_retryable_errors(api: str) -> None:
-    with under_load(api) as answers:
-        wait_until(lambda: len(answers) > 20)
-        ray.kill(ray.get_actor(replica(INGRESS)["actor_name"], namespace="serve"))
-        time.sleep(0.5)
-        os.kill(replica("shard-00001")["pid"], signal.SIGKILL)
-        time.sleep(0.5)
-        os.kill(replica(ENCODER)["pid"], signal.SIGKILL)
-        so_far = len(answers)
-        wait_until(lambda: len(answers) > so_far + 50)
-    statuses = Counter(answer.status for answer in answers)
-    assert set(statuses) <= {200, 429, 503}, statuses
-    assert all(answer.retry_after for answer in answers if answer.status != 200)
-    wait_until(lambda: ask(f"{api}/readyz")[0] == 200)
 
 
 @pytest.mark.ray

@@ -16,7 +16,6 @@ SETTINGS = ServeSettings(index="index")
         ({"port": 9000}, set()),
         ({"writable": False}, set()),
         ({"index": "elsewhere", "model": "a copy"}, set()),
-        ({"onnx": "exported"}, {"encoder"}),
         ({"dtype": "bfloat16"}, {"encoder"}),
         ({"max_encoder_replicas": 4}, {"encoder", "api"}),
         ({"cpus_per_shard": 2}, {"index"}),

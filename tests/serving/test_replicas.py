@@ -185,9 +185,9 @@ def test_a_replica_of_a_damaged_shard_does_not_start_and_names_the_file(
 def test_metrics_of_an_encoder_show_what_runs_it_and_what_it_did() -> None:
     prefixes = SimpleNamespace(bytes=7, hits=3, misses=1)
     batching = SimpleNamespace(waiting=2, counters=Counters(texts=5))
-    engine: Any = SimpleNamespace(runtime="torch bfloat16", prefixes=prefixes, batching=batching)
+    engine: Any = SimpleNamespace(dtype="bfloat16", prefixes=prefixes, batching=batching)
     value = MetricsReporter(lambda: encoder_metrics(engine)).registry.get_sample_value
-    assert value("infembed_encoder_runtime", {"runtime": "torch bfloat16"}) == 1
+    assert value("infembed_encoder_dtype", {"dtype": "bfloat16"}) == 1
     assert value("infembed_encoder_texts_total") == 5
     assert (value("infembed_encoder_waiting"), value("infembed_encoder_prefix_bytes")) == (2, 7)
     assert value("infembed_encoder_prefix_hits_total") == 3

@@ -6,21 +6,19 @@ One thread tokenises, another runs the model, and the batching engine between th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.precision import cpu_has_bf16
-from infembed_ray.modeling.tokenizer import Side, TextTokenizer, Tokens
+from infembed_ray.modeling.tokenizer import TextTokenizer, Tokens
 from infembed_ray.progress import say
 from infembed_ray.serving import startup
 from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, Embedded
-from infembed_ray.storage.steps import read_manifest, resolve_input
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder
@@ -42,11 +40,11 @@ class EncodingEngine:
         self,
         tokenizer: TextTokenizer,
         batching: BatchingEngine,
-        runtime: str = "torch float32",
+        dtype: str = "float32",
         prefixes: PrefixCache | None = None,
     ) -> None:
         self.batching = batching
-        self.runtime = runtime
+        self.dtype = dtype
         self.prefixes = prefixes
         self._tokenizer = tokenizer
         # One thread, because truncation is mutable state of a fast tokenizer; not the event loop, which a long text
@@ -61,41 +59,35 @@ class EncodingEngine:
 
         Args:
             model: directory or hub name.
-            settings: `dtype`, `onnx`, and the resources of a replica.
+            settings: `dtype`, and the resources of a replica.
             dimensions: as `InstructionEncoder.from_pretrained` takes it.
             fingerprint: that the model must have; None: any.
 
         Raises:
-            InputError: there is no such model, it has another fingerprint, or `onnx` is not its export.
+            InputError: there is no such model, or it has another fingerprint.
         """
         encoder = startup.in_background(lambda: _load(model, settings, dimensions))
         if fingerprint not in (None, own := encoder.fingerprint()):
             fault = f"its fingerprint is {own} on this node and {fingerprint} where `serve` was started"
             raise InputError.of("model", model, fault, "put the same checkpoint on all nodes")
-        gpu = settings.gpus_per_encoder > 0
-        batch_tokens = GPU_BATCH_TOKENS if gpu else CPU_BATCH_TOKENS
-        if settings.onnx is not None:
-            graphs = OnnxGraphs(onnx_files(settings.onnx, own), _threads(settings))
-            batching, runtime, prefixes = BatchingEngine(graphs.embed, batch_tokens=batch_tokens), "onnx float32", None
-            embed = graphs.embed
-        else:
-            prefixes = _prefix_cache(encoder)
-            embedder = prefixes or encoder
+        batch_tokens = GPU_BATCH_TOKENS if settings.gpus_per_encoder else CPU_BATCH_TOKENS
+        prefixes = _prefix_cache(encoder)
+        embedder = prefixes or encoder
 
-            def embed(sequences: Sequence[Tokens]) -> np.ndarray:
-                return embedder.embed(sequences, batch_tokens)
+        def embed(sequences: Sequence[Tokens]) -> np.ndarray:
+            return embedder.embed(sequences, batch_tokens)
 
-            batching = BatchingEngine(
-                embed,
-                batch_tokens=batch_tokens,
-                padded=not (prefixes or encoder.packs),
-                cost=prefixes.remaining if prefixes else len,
-            )
-            runtime = str(encoder.dtype).replace("torch.", "torch ")
         for length in WARM_UP_LENGTHS:
             embed([Tokens([0] * min(length, encoder.text.passage_length))])
-        say(f"serve: the encoder runs in {runtime}")
-        return cls(encoder.texts, batching, runtime, prefixes)
+        batching = BatchingEngine(
+            embed,
+            batch_tokens=batch_tokens,
+            padded=not (prefixes or encoder.packs),
+            cost=prefixes.remaining if prefixes else len,
+        )
+        dtype = str(encoder.dtype).removeprefix("torch.")
+        say(f"serve: the encoder runs in {dtype}")
+        return cls(encoder.texts, batching, dtype, prefixes)
 
     async def embed(
         self, texts: Sequence[str], instructions: Sequence[str | None] | None, timeout_s: float | None = None
@@ -136,24 +128,19 @@ class EncodingEngine:
 
 
 def _load(model: str, settings: ServeSettings, dimensions: int | None) -> InstructionEncoder:
-    """Load a model; with `onnx` without its weights, to tokenise only."""
     import torch
 
     from infembed_ray.modeling.encoder import InstructionEncoder
 
-    torch.set_num_threads(_threads(settings))
+    torch.set_num_threads(max(1, int(settings.cpus_per_encoder)))
     gpu = settings.gpus_per_encoder > 0
     low = settings.dtype == "bfloat16" or (settings.dtype == "auto" and (gpu or cpu_has_bf16()))
     return InstructionEncoder.from_pretrained(
         model,
         dimensions=dimensions,
-        device="meta" if settings.onnx is not None else "cuda" if gpu else "cpu",
+        device="cuda" if gpu else "cpu",
         dtype=torch.bfloat16 if low else torch.float32,
     ).eval()
-
-
-def _threads(settings: ServeSettings) -> int:
-    return max(1, int(settings.cpus_per_encoder))
 
 
 def _prefix_cache(encoder: InstructionEncoder) -> PrefixCache | None:
@@ -165,64 +152,3 @@ def _prefix_cache(encoder: InstructionEncoder) -> PrefixCache | None:
         say(f"serve: the prefix cache is off, every query encodes its instruction: {obstacle}")
         return None
     return prefix_cache.PrefixCache(encoder, PREFIX_CACHE_BYTES)
-
-
-# ------------------------------------------------------------------------------------------------------------ ONNX
-
-
-class OnnxGraphs:
-    """ONNX Runtime on the CPU, on the graph of each side of an encoder; the same for both if they share a backbone."""
-
-    def __init__(self, files: Mapping[Side, Path], threads: int) -> None:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.inter_op_num_threads = 1
-        # Threads that spin between two runs would take CPU time from the tokenizer and the event loop.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        sessions: dict[Path, Any] = {
-            file: onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-            for file in set(files.values())
-        }
-        self._sessions = {side: sessions[file] for side, file in files.items()}
-
-    def embed(self, sequences: Sequence[Tokens]) -> np.ndarray:
-        """Embed a batch: (len(sequences), d) float32 unit vectors."""
-        vectors: dict[int, np.ndarray] = {}
-        for session in dict.fromkeys(self._sessions.values()):
-            rows = [row for row, tokens in enumerate(sequences) if self._sessions[tokens.side] is session]
-            if rows:
-                vectors |= zip(rows, self._run(session, [sequences[row].ids for row in rows]), strict=True)
-        return np.stack([vectors[row] for row in range(len(sequences))])
-
-    @staticmethod
-    def _run(session: Any, texts: list[list[int]]) -> np.ndarray:
-        lengths = np.array([len(ids) for ids in texts])
-        real = np.arange(lengths.max()) < lengths[:, None]
-        ids = np.zeros(real.shape, dtype=np.int64)  # masked positions may hold any token
-        ids[real] = np.concatenate(texts)
-        vectors: np.ndarray = session.run(None, {"input_ids": ids, "attention_mask": real.astype(np.int64)})[0]
-        return vectors
-
-
-def onnx_files(onnx: str, fingerprint: str) -> dict[Side, Path]:
-    """Return the graph of each side in an output of `infembed export`.
-
-    Raises:
-        InputError: there is no such output, it is of another encoder, or onnxruntime is not installed.
-    """
-    try:
-        import onnxruntime  # noqa: F401
-    except ImportError:
-        remedy = "pip install 'infembed-ray[onnx]', or leave out onnx"
-        raise InputError.of("onnx", onnx, "onnxruntime is not installed", remedy) from None
-    folder = resolve_input(onnx, "onnx")
-    exported = read_manifest(folder, "onnx").get("encoder")
-    if exported != fingerprint:
-        fault = f"is the export of the encoder {exported}, and {fingerprint} is served"
-        raise InputError.of("onnx", onnx, fault, "export the served model with `infembed export`")
-    shared = folder / "model.onnx"
-    if shared.is_file():
-        return {"query": shared, "passage": shared}
-    return {"query": folder / "query.onnx", "passage": folder / "passage.onnx"}

@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 
 from infembed_ray.config.serving import ServeSettings
-from infembed_ray.config.training import ExportSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling import onnx
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, Embedded, QueueFull
-from infembed_ray.serving.encoder.engine import EncodingEngine, onnx_files
+from infembed_ray.serving.encoder.engine import EncodingEngine
 from tests.modeling import backbones
 
 INSTRUCTIONS = ["For nurses, in plain words.", "no brand names", None]
@@ -109,25 +107,6 @@ def test_a_tokenizer_panic_leaves_no_caller_waiting() -> None:
         assert "index out of bounds" in str(bad)
 
     asyncio.run(scenario())
-
-
-@pytest.mark.integration
-def test_an_exported_graph_gives_the_vectors_of_its_encoder_and_of_no_other(minilm, tmp_path):
-    exported = onnx.run(ExportSettings(model=minilm, output=str(tmp_path / "onnx"))).address
-    engine = load(minilm, onnx=exported)
-    assert engine.runtime == "onnx float32"
-    encoder = InstructionEncoder.from_pretrained(minilm)
-
-    async def run():
-        embedded = await engine.embed(QUERIES, INSTRUCTIONS[:1] * len(QUERIES))
-        np.testing.assert_allclose(
-            embedded.vectors, encoder.encode_queries(QUERIES, INSTRUCTIONS[:1] * len(QUERIES)), atol=1e-5
-        )
-
-    asyncio.run(run())
-    with pytest.raises(InputError) as refusal:
-        onnx_files(exported, "another")
-    assert refusal.value.faults[0].setting == "onnx"
 
 
 def test_another_checkpoint_than_the_planned_one_is_rejected(path):

@@ -213,7 +213,7 @@ def test_the_command_prints_the_key_alone(tmp_path: Path, capsys: pytest.Capture
     assert ApiKeys(file=file).find(bearer(printed.out.strip()))
     assert "api_keys_file=" in printed.err
     assert main(["serve", "key", "alice", str(file)]) == 2
-    assert "infembed serve key: name='alice'" in capsys.readouterr().err
+    assert "infembed serve key: name=alice" in capsys.readouterr().err
     assert main(["serve", "key", "bob", str(tmp_path / "no" / "keys")]) == 2
 
 

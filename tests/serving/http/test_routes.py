@@ -8,8 +8,6 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from infembed_ray.serving import schema
@@ -324,32 +322,6 @@ def test_an_unknown_collection_is_404_and_names_the_known_ones(api: Api) -> None
         assert error["message"] == "there is no collection 'sport'; there are index, news, law"
     for path in ("/v1/collections//search", "/v1/collections/a/b/search"):
         assert api.client.post(path, json={"query": "q"}).status_code in (404, 405)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(NAMES), st.sampled_from(["put", "delete"]), st.sampled_from(["a", "b", "c/d", "e?"])),
-        max_size=25,
-    )
-)
-def test_changes_of_one_collection_are_seen_in_it_alone(changes: list[tuple[str, str, str]]) -> None:
-    api = Api(ApiKeys())
-    expected: dict[str, dict[str, str]] = {name: {} for name in NAMES}
-    for number, (name, change, id) in enumerate(changes):
-        if change == "put":
-            document = {"id": id, "text": f"{name} {number}"}
-            answer = api.client.put(f"{base(name)}/documents", json={"documents": [document]})
-            expected[name][id] = document["text"]
-        else:
-            answer = api.client.request("DELETE", f"{base(name)}/documents", json={"ids": [id]})
-            expected[name].pop(id, None)
-        assert answer.status_code == 200
-        # Sequence numbers count the changes of one collection.
-        assert answer.json()["sequence"] == sum(other == name for other, _, _ in changes[: number + 1])
-    for name in NAMES:
-        hits = api.client.post(f"{base(name)}/search", json={"query": "q", "top_k": 100}).json()["hits"]
-        assert {hit["id"]: hit["text"] for hit in hits} == expected[name]
 
 
 def test_a_search_names_the_model_of_its_collection_and_embeddings_are_made_by_the_named_model(api: Api) -> None:

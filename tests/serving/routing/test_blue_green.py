@@ -36,7 +36,6 @@ from infembed_ray.serving.service import (
     ReplicaLost,
     Search,
     ShardState,
-    Stuck,
     TooManyChanges,
 )
 from tests.support.shards import write_shard
@@ -392,24 +391,6 @@ def test_a_change_that_cannot_be_written_says_why_and_not_where(world: World) ->
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "changes_stuck")
             assert "cannot be" in answer.json()["error"]["message"]
             assert str(world.spec.changes) not in answer.text
-
-    world.play(scenario)
-
-
-def test_a_shard_that_does_not_answer_keeps_its_last_reported_fault(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blue_green, "STATE_MAX_AGE_S", 0.0)
-
-    async def scenario(release: Release) -> None:
-        await release.delete(["p1"])
-        (segment,) = Path(world.spec.changes).glob("*.arrow")
-        segment.write_bytes(b"")
-        assert "is corrupted" in (await release.fault() or "")
-        for shard in world.shards:
-            shard.failing = [ReplicaLost()]
-        with pytest.raises(Stuck, match=r"s0: .*is corrupted"):
-            await release.delete(["p1"])
 
     world.play(scenario)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from infembed_ray.serving import explaining
 from tests.serving.debug import debug_embed
 from tests.serving.http.playground.pages import DOCUMENTS, Server, ids, shown
 
@@ -75,57 +74,3 @@ def test_a_click_shows_ranks_scores_and_what_each_phrase_added(server: Server, o
     for effect in page.locator("#hits-b .phrases").first.locator("small").all_inner_texts():
         whole = whole.replace(f"\u00a0{effect}", "", 1)
     assert whole == INSTRUCTION
-
-
-def test_it_is_reached_and_closed_by_keyboard_and_says_its_state(server: Server, open_page: Any) -> None:
-    page = open_page(server.address(q="drag", b=INSTRUCTION, k=3))
-    shown(page, "b")
-    button = page.get_by_role("button", name="Why rank 2").last
-    page.locator(".ranking.b [data-copy=python]").focus()
-    for _ in range(10):
-        page.keyboard.press("Tab")
-        if button.evaluate("button => button === document.activeElement"):
-            break
-    assert button.get_attribute("aria-expanded") == "false"
-    page.keyboard.press("Enter")
-    page.locator("#hits-b .phrases").wait_for()
-    assert button.get_attribute("aria-expanded") == "true"
-    panel = page.locator("#hits-b .why:visible")
-    li, box = page.locator("#hits-b > li").nth(1).bounding_box(), panel.bounding_box()
-    assert box["y"] > li["y"] + 20  # below the passage's line, inside its item
-    assert box["y"] + box["height"] <= li["y"] + li["height"]
-    page.keyboard.press("Space")
-    assert panel.count() == 0
-    assert button.get_attribute("aria-expanded") == "false"
-
-
-def test_unknown_ranks_and_changed_passages_are_told(server: Server, open_page: Any) -> None:
-    page = open_page(server.address(q="drag", b=INSTRUCTION, k=3))
-    first, second, _ = shown(page, "b")
-
-    def answer(route: Any) -> None:
-        found = route.fetch().json()
-        passages = [passage for passage in found["explanation"]["passages"] if passage["id"] != second]
-        found["explanation"]["passages"] = [{**passage, "rank_without": None} for passage in passages]
-        route.fulfill(json=found)
-
-    page.route("**/v1/search", answer)
-    panel = why(page, "b", first)
-    assert f"not among the first {explaining.EXPLAINED_DEPTH}," in panel.locator("dd").first.inner_text()
-    page.get_by_role("button", name="Why rank 2").last.click()
-    page.get_by_text("The passage has changed meanwhile. Search again.").wait_for()
-
-
-def test_axe_finds_no_fault_in_an_explanation_and_it_fits_a_phone(server: Server, open_page: Any) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-core is not installed").Axe()
-    page = open_page(server.address(q="drag", b=INSTRUCTION, k=4), reduced_motion="reduce")
-    for rank in (0, 1):
-        why(page, "b", shown(page, "b")[rank])
-    for view in ("Compact", "Full"):
-        page.set_viewport_size({"width": 1440, "height": 900})
-        page.get_by_text(view, exact=True).click()
-        for scheme, width in (("light", 390), ("light", 1440), ("dark", 390), ("dark", 1440)):
-            page.emulate_media(color_scheme=scheme)
-            page.set_viewport_size({"width": width, "height": 900})
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
-            assert [violation["id"] for violation in axe.run(page).response["violations"]] == []

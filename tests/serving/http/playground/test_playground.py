@@ -6,13 +6,12 @@ import json
 import subprocess
 import sys
 import urllib.error
-from datetime import datetime
 from typing import Any
 
 import pytest
 
 from infembed_ray.serving.encoder.batching import QueueFull
-from infembed_ray.serving.service import Document, ReplicaLost
+from infembed_ray.serving.service import Document
 from tests.serving.debug import CARD
 from tests.serving.http.playground.pages import (
     KEY,
@@ -123,44 +122,6 @@ def test_a_fault_of_the_question_is_told_at_its_field(server: Server, open_page:
     page.locator("#search").click()
     assert len(shown(page, "b")) == 2
     assert page.locator("[aria-invalid]").count() == 0
-
-
-def stop_the_clock(page: Any) -> None:
-    """Time passes in the page only by `page.clock.run_for`."""
-    page.clock.install(time=datetime(2030, 1, 1, 1))
-    page.clock.pause_at(datetime(2030, 1, 1, 2))
-
-
-def test_what_passes_is_counted_down_and_tried_again(server: Server, open_page: Any) -> None:
-    page = open_page(server.url)
-    stop_the_clock(page)
-    server.service.faults = [QueueFull(1.2), ReplicaLost(1.0)]
-    page.locator("#query").fill("drag")
-    page.keyboard.press("Enter")
-    page.get_by_role("alert").get_by_text("The server is busy. too many requests are waiting").wait_for()
-    assert page.locator("#countdown").inner_text() == "Trying again in 2 s."
-    page.clock.run_for(1000)
-    assert page.locator("#countdown").inner_text() == "Trying again in 1 s."
-    page.clock.run_for(1000)
-    page.get_by_role("alert").get_by_text("The server cannot answer now.").wait_for()
-    assert page.locator("#countdown").inner_text() == "Trying again in 1 s."
-    page.clock.run_for(1000)
-    assert shown(page, "b") == ids(server.search("drag", None))
-    assert page.get_by_role("alert").is_hidden()
-
-
-def test_a_server_that_is_not_there_or_fails_is_said(server: Server, open_page: Any) -> None:
-    page = open_page(server.address(q="drag"))
-    shown(page, "b")
-    server.service.faults = [RuntimeError("a fault of the test")]
-    page.locator("#search").click()
-    page.get_by_role("alert").get_by_text("Something failed in the server. internal error").wait_for()
-    page.route("**/v1/search", lambda route: route.fulfill(status=502, body="<html>Bad gateway</html>"))
-    page.get_by_role("button", name="Try again").click()
-    page.get_by_role("alert").get_by_text("502").wait_for()
-    page.unroute("**/v1/search")
-    page.get_by_role("button", name="Try again").click()
-    assert shown(page, "b")
 
 
 def test_a_key_is_asked_for_and_kept_nowhere_but_in_the_page(open_page: Any) -> None:

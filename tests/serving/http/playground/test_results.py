@@ -44,51 +44,6 @@ def test_passages_ids_and_metadata_are_text_and_never_markup(server: Server, ope
     assert page.evaluate("window.hacked") is None
 
 
-def sentence(page: Any) -> str:
-    shown(page, "b")
-    return " ".join(page.get_by_role("status").inner_text().split())
-
-
-@pytest.mark.parametrize("k", [1, 3, 8, 12])
-@pytest.mark.parametrize(("a", "b"), [(None, PREFER), (PREFER, LEAVE_OUT), (LEAVE_OUT, "")])
-def test_a_sentence_counts_the_results_that_moved(
-    server: Server, open_page: Any, k: int, a: str | None, b: str
-) -> None:
-    page = open_page(server.address(q="drag", b=b, k=k, **({"a": a} if a else {})))
-    before, after = ids(server.search("drag", a, k)), ids(server.search("drag", b, k))
-    changed = sum(id in before and before.index(id) != rank for rank, id in enumerate(after))
-    entered, left = len({*after} - {*before}), len({*before} - {*after})
-    kinds = {"stayed": k - changed - entered, "changed rank": changed, "entered": entered, "left": left}
-    subject = "The instruction" if not a else "The second instruction" if b else "Leaving the instruction out"
-    assert sentence(page) == (
-        f"{subject} moved {changed + entered or 'none'} of {k} result{'s'[: k > 1]}. "
-        + ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
-    )
-    assert page.get_by_role("status").get_attribute("title").startswith("Moved: ")
-
-
-@pytest.mark.parametrize("width", [1440, 390])
-def test_a_mark_beside_each_rank_says_in_words_how_far_the_passage_moved(
-    server: Server, open_page: Any, width: int
-) -> None:
-    page = open_page(server.address(q="drag", b=PREFER, k=8), width=width)
-    before, after = ids(server.search("drag", None, 8)), shown(page, "b")
-
-    def words(id: str) -> str:
-        if id not in before:
-            return "entered: not in the other ranking"
-        old, new = before.index(id) + 1, after.index(id) + 1
-        by = f"{abs(old - new)} place{'s'[: abs(old - new) > 1]} {'up' if new < old else 'down'}"
-        return "same place in both" if old == new else f"{by}, from {old} to {new}"
-
-    marks = page.locator("#hits-b .move")
-    assert marks.evaluate_all("marks => marks.map(mark => mark.ariaLabel)") == [words(id) for id in after]
-    for number in range(8):
-        assert marks.nth(number).is_visible()
-        rank = page.locator("#hits-b .rank").nth(number).bounding_box()
-        assert 0 < marks.nth(number).bounding_box()["x"] - rank["x"] < 60
-
-
 def visible(page: Any) -> list[str]:
     items = "items => items.filter(item => item.offsetParent).map(item => item.dataset.id)"
     return page.locator(".ranking li[data-id]").evaluate_all(items)
