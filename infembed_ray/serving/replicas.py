@@ -103,13 +103,9 @@ class MetricsReporter:
             await asyncio.sleep(PUSH_S)
 
 
-def _of_model(prefix: str, batching: BatchingEngine, **more: int) -> Iterator[Metric]:
-    """Yield the metrics of a replica with a model."""
-    yield from readings({f"{prefix}_waiting": ("Texts or pairs in the queue.", batching.waiting)})
+def _totals(part: str, batching: BatchingEngine, **more: int) -> dict[str, tuple[str, float]]:
     totals = {**asdict(batching.counters), **more}
-    yield from readings(
-        {f"{prefix}_{name}_total": (f"{name.replace('_', ' ')} so far".capitalize(), n) for name, n in totals.items()}
-    )
+    return {f"infembed_{part}_{name}_total": (f"{name.replace('_', ' ')} so far", n) for name, n in totals.items()}
 
 
 class EncoderReplica:
@@ -145,12 +141,16 @@ def _readable_error(error: BaseException) -> Exception:
 
 def encoder_metrics(engine: EncodingEngine) -> Iterator[Metric]:
     """Yield the metrics of an encoding engine."""
-    prefixes = engine.prefixes
-    yield from readings(
-        {"infembed_encoder_prefix_bytes": ("Memory of cached instructions.", prefixes.bytes if prefixes else 0)}
+    hits, misses, size = (
+        (engine.prefixes.hits, engine.prefixes.misses, engine.prefixes.bytes) if engine.prefixes else (0, 0, 0)
     )
-    hits, misses = (prefixes.hits, prefixes.misses) if prefixes else (0, 0)
-    yield from _of_model("infembed_encoder", engine.batching, prefix_hits=hits, prefix_misses=misses)
+    yield from readings(
+        {
+            "infembed_encoder_waiting": ("Texts in the queue.", engine.batching.waiting),
+            "infembed_encoder_prefix_bytes": ("Memory of cached instructions.", size),
+            **_totals("encoder", engine.batching, prefix_hits=hits, prefix_misses=misses),
+        }
+    )
     chosen = GaugeMetricFamily("infembed_encoder_dtype", "1 for the precision of the encoder.", labels=["dtype"])
     chosen.add_metric([engine.dtype], 1)
     yield chosen
@@ -163,7 +163,12 @@ class RerankerReplica:
         from infembed_ray.serving.reranking import RerankEngine, load
 
         self._engine = RerankEngine(startup.in_background(lambda: load(arguments)))
-        self._metrics = MetricsReporter(lambda: _of_model("infembed_reranker", self._engine.batching))
+        self._metrics = MetricsReporter(self._collect)
+
+    def _collect(self) -> Iterator[Metric]:
+        batching = self._engine.batching
+        waiting = {"infembed_reranker_waiting": ("Passages in the queue.", batching.waiting)}
+        yield from readings({**waiting, **_totals("reranker", batching)})
 
     async def score(self, query: str, instruction: str | None, texts: list[str], timeout_s: float) -> np.ndarray:
         """Score the passages of a search: (passages) float32.
