@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import threading
 import time
@@ -90,15 +91,15 @@ class MetricsReporter:
     def start(self) -> None:
         """Start at the first call; call it from the replica's event loop."""
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._report())
+            # In the context of the first request, Serve would cancel it together with that.
+            self._task = contextvars.Context().run(asyncio.get_running_loop().create_task, self._report())
 
     async def _report(self) -> None:
         context = serve.get_replica_context()
         replica = f"{context.app_name}/{context.deployment}/{context.replica_tag}"
         page = RemoteDeployment.named(SUPERVISOR, APPLICATION)
         while True:
-            # The page may be starting or restarting.
-            with contextlib.suppress(asyncio.TimeoutError, ReplicaLost):
+            with contextlib.suppress(Exception):  # the page may be starting or restarting
                 await asyncio.wait_for(page("keep", replica, snapshot(self.registry)), PUSH_S)
             await asyncio.sleep(PUSH_S)
 
