@@ -138,8 +138,9 @@ def test_mistakes_are_found_before_anything_is_written(tmp_path: Path, override:
 
 
 def test_a_reranker_needs_room_too() -> None:
-    rerank = RerankSettings(kind="late_interaction", replicas=3, cpus=2, gpus=1)
-    demands = list(render._demands("serve", ServeSettings(index="i", rerank=rerank)))
+    rerank = RerankSettings(kind="late_interaction", replicas=3)
+    served = ServeSettings(index="i", rerank=rerank, cpus_per_encoder=2, gpus_per_encoder=1)
+    demands = list(render._demands("serve", served))
     assert demands[-1] == ("rerank.replicas", 3, {"CPU": 2, "GPU": 1})
     assert not [name for name, _, _ in render._demands("serve", ServeSettings(index="i")) if "rerank" in name]
 

@@ -156,7 +156,7 @@ def test_an_index_in_an_object_store_is_described_by_its_manifest_alone(
     version = store / Path(index).name
     assert plan.release.default.index.index == version.uri
     assert plan.release.default.changes == (store / "changes" / Path(index).name).uri
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["fingerprints"]
 
 
 def test_time_outs_of_the_start_grow_with_the_index_and_the_model(
