@@ -98,7 +98,7 @@ async def measure(shards: Sequence[SimulatedShard], k: int, rounds: int) -> dict
             fan_out.CONTENTS_PER_CALL = contents_per_call  # type: ignore[assignment]
             fan = kept if cached else FanOut(deployments, replicas=1)
             query = ShardQuery(np.full((1, 1), draw, np.float32), k)
-            return (await fan.search(query, fan_out.now() + 60, False)).results[0]
+            return (await fan.search(query, fan_out.now() + 60)).results[0]
 
         return search
 

@@ -6,7 +6,7 @@
 
 Collections: the InF-IR records of DATA/infir_mini (dev, and dev_reworded, whose instructions share no content words with the
 passages) with 1,000 distractors, Cranfield, and InstructIR's instructions over the passages of their queries (instructir_seeds.py).
-Each is an index of two FAISS shards with words, in this process. The searches are the product's: `Channels`, `LiveShard` and
+Each is an index of two FAISS shards with words, in this process. The searches are the product's: `excluding`, `LiveShard` and
 `merge_rankings`, without Ray and HTTP. Latency is of one query at a time: encoding, shards, merge and re-ranking, on one thread;
 token vectors of passages are cached, as in a server that has seen them.
 
@@ -20,6 +20,7 @@ The last line is one JSON object, with a figure of each row:
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import pickle
 import statistics
@@ -42,6 +43,7 @@ from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import Query as TaskQuery
 from infembed_ray.evaluation.tasks.task import Task
+from infembed_ray.modeling.formats import Question
 from infembed_ray.modeling.late_interaction import LateInteraction
 from infembed_ray.records.tables import Passage, Record, read
 from infembed_ray.retrieval.answers import ShardQuery, ShardRanking, merge_rankings
@@ -49,8 +51,7 @@ from infembed_ray.retrieval.instruction_parts import split
 from infembed_ray.retrieval.shards import Build, Shard, shard_of
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog
-from infembed_ray.serving.routing.channels import Channels
-from infembed_ray.serving.service import Query, Search
+from infembed_ray.serving.routing.blue_green import excluding
 
 COLLECTIONS = ["dev", "reworded", "cranfield", "instructir"]
 DEPTH = 100
@@ -105,8 +106,8 @@ class CachedEncoder:
     def passages(self, texts: Sequence[str]) -> np.ndarray:
         return self._of(texts, lambda some: self.encoder.encode_passages(some, batch_tokens=1024))
 
-    def queries(self, queries: Sequence[Query]) -> np.ndarray:
-        def encode(some: Sequence[Query]) -> np.ndarray:
+    def queries(self, queries: Sequence[Question]) -> np.ndarray:
+        def encode(some: Sequence[Question]) -> np.ndarray:
             texts, instructions = zip(*some, strict=True)
             return self.encoder.encode_queries(texts, instructions, batch_tokens=1024)
 
@@ -137,12 +138,6 @@ def load(name: str, data: Path, scratch: Path, queries: int) -> Task:
     return replace(task, name=name)
 
 
-def channels_of(row: Row, queries: Sequence[TaskQuery], weight: float | None = None) -> Channels:
-    defaults = RankingSettings() if weight is None else RankingSettings(exclusion_weight=weight)
-    asked = [Query(query.query, query.instruction) for query in queries]
-    return Channels.of(Search(asked, DEPTH, exclude=row.exclude, hybrid=row.hybrid), defaults)
-
-
 def open_index(task: Task, vectors: np.ndarray, directory: Path) -> list[LiveShard]:
     """Build the shards of a collection."""
     ids, texts = (task.corpus[column].to_pylist() for column in ("id", "text"))
@@ -162,13 +157,29 @@ def open_index(task: Task, vectors: np.ndarray, directory: Path) -> list[LiveSha
     return [LiveShard(shard, log, number, 0) for number, shard in enumerate(opened)]
 
 
-def search(shards: Sequence[LiveShard], channels: Channels, encoded: np.ndarray) -> list[dict[str, float]]:
-    """Search with the vectors of `channels.texts`; returns id -> score for each query, best first."""
-    query = channels.query(ShardQuery(channels.vectors(encoded), DEPTH, ranking=True))
+def search(
+    shards: Sequence[LiveShard],
+    row: Row,
+    queries: Sequence[TaskQuery],
+    encode: Callable[[Sequence[Question]], np.ndarray],
+    weight: float | None = None,
+) -> list[dict[str, float]]:
+    """Return id -> score for each query, best first."""
+
+    async def encoded(some: Sequence[Question]) -> np.ndarray:
+        return encode(some)
+
+    asked = [Question(query.query, query.instruction) for query in queries]
+    ranking = RankingSettings() if weight is None else RankingSettings(exclusion_weight=weight)
+    vectors = asyncio.run(excluding(asked, ranking, encoded)) if row.exclude else encode(asked)
+    query = ShardQuery(vectors, DEPTH, ranking=True)
+    if row.hybrid:
+        words = [f"{split(q.instruction or '').wanted} {q.query}".strip() for q in asked]
+        query = replace(query, texts=words, depth=DEPTH)
     answers = [shard.search_many([query])[0] for shard in shards]
     rankings = [answer for answer in answers if isinstance(answer, ShardRanking)]
     assert len(rankings) == len(shards), answers
-    merged = (merge_rankings(rankings, number, DEPTH, channels.hybrid) for number in range(len(query.vectors)))
+    merged = (merge_rankings(rankings, number, DEPTH, row.hybrid) for number in range(len(query.vectors)))
     return [dict(zip(found.ids, found.scores, strict=True)) for found in merged]
 
 
@@ -193,8 +204,7 @@ def run_of(
     rerank: Rerank,
     weight: float | None = None,
 ) -> Run:
-    channels = channels_of(row, task.queries, weight)
-    found = search(shards, channels, encoder.queries(channels.texts))
+    found = search(shards, row, task.queries, encoder.queries, weight)
     both = zip(task.queries, found, strict=True)
     return {query.id: dict(rerank(query, hits)) if row.rerank else hits for query, hits in both}
 
@@ -231,9 +241,7 @@ def latencies(
     for number, query in enumerate(task.queries[: TIMED + 3]):
         for row in rows:
             start = time.perf_counter()
-            channels = channels_of(row, [query])
-            texts, instructions = zip(*channels.texts, strict=True)
-            (hits,) = search(shards, channels, encoder.encode_queries(texts, instructions))
+            (hits,) = search(shards, row, [query], lambda some: encoder.encode_queries(*zip(*some, strict=True)))
             if row.rerank:
                 rerank(query, hits)
             if number >= 3:  # the first ones warm up
@@ -298,8 +306,8 @@ def main() -> None:
                 timed = latencies(model, task, shards, ROWS, rerank)
             print(table(name, found), flush=True)
     print("| latency | p50 ms | p50 ms where the instruction excludes |", "|---|---:|---:|", sep="\n")
-    for label, (every, excluding) in timed.items():
-        print(f"| {label} | {every:.1f} | {excluding:.1f} |")
+    for label, (every, those_that_exclude) in timed.items():
+        print(f"| {label} | {every:.1f} | {those_that_exclude:.1f} |")
     print(json.dumps(headline(found, timed)))
 
 

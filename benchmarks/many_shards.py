@@ -151,7 +151,7 @@ async def search(opened: Sequence[replicas.ShardSearch], queries: np.ndarray) ->
     taken, before, cold_bytes = [], read_bytes(), 0
     for query in queries:
         began = time.perf_counter()
-        found = await fan.search(ShardQuery(query[None], K), now() + 60, False)
+        found = await fan.search(ShardQuery(query[None], K), now() + 60)
         taken.append(1e3 * (time.perf_counter() - began))
         cold_bytes = cold_bytes or read_bytes() - before
         assert len(found.results[0]) == K

@@ -3,8 +3,7 @@
     python benchmarks/serve_start.py --cache DIR [--passages N] [--rounds N] [--setting NAME=VALUE ...]
 
 DIR keeps an index of two shards of the default type over N random unit vectors (384 dimensions, MiniLM's fingerprint). The
-first start of a round has an empty user cache, so the replica exports its ONNX graph and calibrates; the second has the cache
-that the first one left. Both have their files in the page cache.
+first start of a round has an empty scratch directory, so the command loads the model for its fingerprint; the second finds it there. Both have their files in the page cache.
 
 A sampler reads the command's processes four times a second. It reports of each: when it began, when it took its role (its title
 changed, so its imports were done), and the CPU seconds that it had used when the API was ready. `driver` has the seconds at which steps
@@ -58,7 +57,7 @@ def timed(owner, name, step):
         return result
     setattr(owner, name, outer)
 timed(distributed.Plan, "resolve", "plan")
-for name in ("_connect", "_start_serve", "_start_applications", "_check_with_query", "_switch_to"):
+for name in ("_connect", "_start_serve", "switch_to", "roll_out"):
     timed(distributed, name, name.strip("_"))
 sys.exit(cli.main(sys.argv[1:]))
 """
@@ -140,7 +139,7 @@ def start(index: Path, user_cache: Path, settings: list[str]) -> dict[str, Any]:
     """Start the command, search once, end it; return the seconds."""
     port = free_port()
     command = [sys.executable, "-c", DRIVER, "serve", f"index={index}", f"port={port}", *settings]
-    environment = os.environ | {"XDG_CACHE_HOME": str(user_cache), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"INFEMBED_SCRATCH": str(user_cache), "PYTHONUNBUFFERED": "1"}
     body = json.dumps({"query": "Is anybody there?", "instruction": "Only guidelines.", "top_k": 10}).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/search", body, {"Content-Type": "application/json"})
     began = time.time()

@@ -378,7 +378,7 @@ def serving(folder: Path, nodes: Nodes, settings: Sequence[str], passages: int) 
     """Serve index A on a cluster while the block runs; index B exists, too."""
     try:
         # The load repeats its searches, and a cached one costs almost nothing.
-        trial = Trial(folder, nodes, free_port(), material.minilm(), ["query_cache_mib=0", *settings])
+        trial = Trial(folder, nodes, free_port(), material.minilm(), settings)
         for owner in "AB":
             if not (folder / owner).exists():
                 trial.index(owner, passages)

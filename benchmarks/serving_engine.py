@@ -80,7 +80,7 @@ class Ours:
         async def client() -> None:
             for text in left:
                 began = time.perf_counter()
-                await self.engine.embed([text], "passage", None, 60.0)
+                await self.engine.embed([text], None, 60.0)
                 latencies.append(time.perf_counter() - began)
 
         began, cpu = time.perf_counter(), time.process_time()
@@ -90,11 +90,11 @@ class Ours:
     def query(self, query: str, instruction: str) -> float:
         """Measure the seconds until a query has its vector."""
         began = time.perf_counter()
-        self._loop.run_until_complete(self.engine.embed_queries([query], [instruction], 60.0))
+        self._loop.run_until_complete(self.engine.embed([query], [instruction], 60.0))
         return time.perf_counter() - began
 
     def vectors(self, texts: list[str]) -> np.ndarray:
-        return self._loop.run_until_complete(self.engine.embed(texts, "passage")).vectors
+        return self._loop.run_until_complete(self.engine.embed(texts, None)).vectors
 
 
 class Infinity:
@@ -184,7 +184,7 @@ def random_qwen2(path: Path, texts: list[str], shape: dict[str, int]) -> str:
 def prefix_latencies(texts: list[str], shape: dict[str, int], trials: int, threads: int) -> dict[str, float]:
     """Measure the median milliseconds of a query under a new and under a cached instruction."""
     with tempfile.TemporaryDirectory() as folder:
-        ours = Ours(random_qwen2(Path(folder), texts, shape), cpus_per_encoder=threads, runtime="torch")
+        ours = Ours(random_qwen2(Path(folder), texts, shape), cpus_per_encoder=threads)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         rng = random.Random(0)
         words = sorted({word for text in texts for word in text.split()})
@@ -202,7 +202,7 @@ def prefix_latencies(texts: list[str], shape: dict[str, int], trials: int, threa
             query = queries[trial % len(queries)]
             taken["cold"].append(ours.query(query, instruction()))
             taken["warm"].append(ours.query(query, known))
-        assert (ours.engine.facts.prefix_hits, ours.engine.facts.prefix_misses) == (trials, trials + 1)
+        assert (ours.engine.prefixes.hits, ours.engine.prefixes.misses) == (trials, trials + 1)
     return {f"{which}_ms": round(1e3 * statistics.median(every), 2) for which, every in taken.items()}
 
 
@@ -230,7 +230,7 @@ def main() -> None:
     model = material.minilm()
     ours = Ours(model, cpus_per_encoder=options.threads)
     runs: dict[str, Any] = {"ours": ours}
-    for name, setting in (("ours_torch", {"runtime": "torch"}), ("ours_bf16", {"dtype": "bfloat16"})):
+    for name, setting in (("ours_float32", {"dtype": "float32"}), ("ours_bf16", {"dtype": "bfloat16"})):
         if run := attempt(name, Ours, model, cpus_per_encoder=options.threads, **setting):
             runs[name] = run
     absent: dict[str, str] = {}
@@ -294,7 +294,7 @@ def main() -> None:
         "p50_ms": {name: latency(name, 50) for name in runs},
         "p99_ms": {name: latency(name, 99) for name in runs},
         "one_client_p50_ms": {name: round(1e3 * seconds, 2) for name, seconds in alone.items()},
-        "runtime": str(ours.engine.facts.candidate),
+        "runtime": ours.engine.dtype,
         "least_cosine": {name: round(cosine, 6) for name, cosine in cosines.items()},
         "absent": absent,
         "failed": failed,

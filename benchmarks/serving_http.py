@@ -4,7 +4,7 @@
 
 All servers use MiniLM, the same number of threads and the same cores, which the client shares. Each server is started,
 warmed up and measured alone, by a client in another process (closed loop of load.py). The peers compute in fp32. Ours
-calibrates its runtime (`runtime=auto dtype=auto`), and runs once more with `dtype=float32`.
+runs with `dtype=auto`, and once more with `dtype=float32`.
 
 Searches run over MS MARCO passages in two exact shards, top 10: plain queries, and queries under an instruction (InF-IR),
 which are five times as long. `straightforward.py` is FastAPI -> @serve.batch encoder -> 2 FAISS shards. Both run through

@@ -183,7 +183,6 @@ def _search(
     filter: Mapping[str, Any] | None = None,
     exclude: bool | None = None,
     hybrid: float | None = None,
-    allow_partial: bool = False,
     min_sequence: int | None = None,
     rerank: bool | None = None,
     model: str | None = None,
@@ -199,7 +198,6 @@ def _search(
         filter: conditions on metadata fields, such as `{"year": {"gte": 2020}, "language": "en"}`.
         exclude: lower passages that resemble what the instruction excludes; None: as the server is set.
         hybrid: share of BM25 in the score, 0 to 1; None: as the server is set.
-        allow_partial: answer even if some shards do not; see `missing_shards` of the answer.
         min_sequence: wait until the answer includes the change with this sequence number, which `put` or `delete` returned.
         rerank: re-rank the first hits by the server's reranker; None: the server's default.
         model: must be the name of the served model, if given.
@@ -211,25 +209,8 @@ def _search(
     """
     body = {"query": query, "instruction": instruction, "filter": filter, "exclude": exclude, "hybrid": hybrid}
     body |= {"min_sequence": min_sequence, "rerank": rerank, "model": model}
-    body = _without_none(body) | {"top_k": top_k, "allow_partial": allow_partial, "explain": explain}
+    body = _without_none(body) | {"top_k": top_k, "explain": explain}
     return _Request("POST", _path("search", collection), SearchResponse.model_validate, body)
-
-
-def _search_many(
-    queries: Sequence[str], instruction: str | Sequence[str | None] | None = None, **options: Any
-) -> _Request[list[SearchResponse]]:
-    """Search for at most 64 queries at once, with one instruction for all or one each.
-
-    The options and errors are those of `search`; `explain` takes one query. Returns one answer per query, in their order.
-    """
-    each = instruction if instruction is None or isinstance(instruction, str) else list(instruction)
-    one = _search("", **options)
-    body = {**(one.body or {}), "query": _list("queries", queries), "instruction": each}
-
-    def read(body: Any) -> list[SearchResponse]:
-        return [SearchResponse.model_validate({**body, **result}) for result in body["results"]]
-
-    return _Request("POST", one.path, read, body)
 
 
 def _put(documents: Iterable[Document], *, collection: str | None = None) -> _Request[int]:
@@ -345,7 +326,6 @@ class Client:
 
     embed = _blocking(_embed)
     search = _blocking(_search)
-    search_many = _blocking(_search_many)
     put = _blocking(_put)
     delete = _blocking(_delete)
     document = _blocking(_document)
@@ -388,7 +368,6 @@ class AsyncClient:
 
     embed = _awaitable(_embed)
     search = _awaitable(_search)
-    search_many = _awaitable(_search_many)
     put = _awaitable(_put)
     delete = _awaitable(_delete)
     document = _awaitable(_document)

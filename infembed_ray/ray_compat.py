@@ -78,8 +78,6 @@ def preemption_announced() -> bool:
 
 # ----------------------------------------------------------------------------------------------------- Ray Serve
 
-REPLICA_TITLE = "ray::ServeReplica:"
-"""Beginning of a replica's process title, followed by its application and its deployment."""
 REPLICA_MODULE = "ray.serve._private.replica"
 """The module of Serve that a replica imports first."""
 UNUSED_BY_REPLICAS = "pandas"
@@ -100,7 +98,7 @@ def haproxy_environment(client_timeout_s: float) -> dict[str, str]:
     """Return the environment of a Serve controller that puts HAProxy before the ingress replicas."""
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        # Send a request that was in flight in a lost replica to another one, as `routing.proxy` does.
+        # Send a request that was in flight in a lost replica to another one.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response junk-response",
         "RAY_SERVE_HAPROXY_RETRIES": "3",
         # For a client that never completes its headers: uvicorn itself waits without a limit.

@@ -15,16 +15,15 @@ import pytest
 
 from infembed_ray import client as client_module
 from infembed_ray.client import ApiError, AsyncClient, Client, Document, Unreachable
-from infembed_ray.serving.http.app import create_app
-from infembed_ray.serving.http.auth import ApiKeys
 from tests.serving.debug import CARD, DIMENSION, DebugService, debug_embed, listening
+from tests.serving.http.clients import make_app
 
 URL = "http://search.test"
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with listening(create_app(DebugService(), "f", ApiKeys(["key"]))) as url:
+    with listening(make_app(keys=("key",))) as url:
         yield url
 
 
@@ -64,35 +63,29 @@ def test_embeddings(client: Any) -> None:
 
 
 def test_searches(client: Any) -> None:
-    found = client.search("q", "I", top_k=2, filter={"language": "en"})
-    assert [hit.metadata["language"] for hit in found.hits] == ["en", "en"]
-    assert found.hits[0].score >= found.hits[1].score
-    np.testing.assert_allclose(found.hits[0].score, vector("query: I q") @ vector(found.hits[0].text), rtol=1e-5)
-    assert (found.model, found.index_version, found.timings.encode_ms, found.timings.search_ms) == (
+    answer = client.search("q", "I", top_k=2, filter={"language": "en"})
+    assert [hit.metadata["language"] for hit in answer.hits] == ["en", "en"]
+    assert answer.hits[0].score >= answer.hits[1].score
+    np.testing.assert_allclose(answer.hits[0].score, vector("query: I q") @ vector(answer.hits[0].text), rtol=1e-5)
+    assert (answer.model, answer.index_version, answer.timings.encode_ms, answer.timings.search_ms) == (
         "debug",
         "v1",
         1.0,
         2.0,
     )
-    many = client.search_many(["q", "r"], ["I", None], top_k=2, filter={"language": "en"})
-    assert [hit.id for hit in many[0].hits] == [hit.id for hit in found.hits]
-    assert [hit.id for hit in many[1].hits] == [
-        hit.id for hit in client.search("r", top_k=2, filter={"language": "en"}).hits
-    ]
-    assert client.search("q", allow_partial=True).missing_shards == []
-    assert found.explanation is None
+    assert answer.explanation is None
 
 
 def test_an_explained_search(client: Any) -> None:
-    found = client.search("q", "For A, not B.", top_k=2, explain=True)
-    assert [phrase.text for phrase in found.explanation.phrases] == ["For A,", "not B."]
-    for hit, passage in zip(found.hits, found.explanation.passages, strict=False):
+    answer = client.search("q", "For A, not B.", top_k=2, explain=True)
+    assert [phrase.text for phrase in answer.explanation.phrases] == ["For A,", "not B."]
+    for hit, passage in zip(answer.hits, answer.explanation.passages, strict=False):
         without = [vector(f"query: {i} q") @ vector(hit.text) for i in ("not B.", "For A,")]
         assert (passage.id, passage.score) == (hit.id, pytest.approx(hit.score, abs=1e-6))
         assert passage.effects == pytest.approx([hit.score - score for score in without], abs=1e-6)
         plain = [other.id for other in client.search("q").hits]
         assert passage.rank_without == plain.index(hit.id) + 1
-    assert [passage.rank for passage in found.explanation.passages][:2] == [1, 2]
+    assert [passage.rank for passage in answer.explanation.passages][:2] == [1, 2]
     with pytest.raises(ApiError, match="explain: there is no instruction"):
         client.search("q", explain=True)
 
@@ -103,7 +96,6 @@ def test_documents(client: Any, id: str) -> None:
     put = client.put([document])
     assert client.document(document.id) == document
     assert client.search("q", min_sequence=put).sequence >= put
-    assert [found.sequence >= put for found in client.search_many(["q", "r"], min_sequence=put)] == [True, True]
     assert client.delete([document.id, "nothing"]) == put + 1
     assert client.document(document.id) is None
 
@@ -120,8 +112,6 @@ def test_a_rejected_request_raises_the_servers_message_at_once(client: Any) -> N
     assert f"(request {refusal.value.request_id})" in str(refusal.value)
     with pytest.raises(TypeError, match="must be a list of texts"):
         client.embed("one text")
-    with pytest.raises(TypeError, match="must be a list of texts"):
-        client.search_many("one text")
 
 
 def test_a_key_read_from_a_file_may_end_with_a_line_break(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,13 +211,6 @@ def test_retries_of_an_unreachable_server_end_within_the_timeout_with_the_reason
     assert sum(pauses) < 10
 
 
-def test_the_backoff_doubles_up_to_a_maximum(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "MAX_BACKOFF_S", 1.0)
-    client, _ = answering(full(), full(), full(), full(), full(), full(), models())
-    client.models()
-    np.testing.assert_allclose(pauses, [0.1, 0.2, 0.4, 0.8, 1.0, 1.0])
-
-
 def test_the_async_client_retries() -> None:
     answers = iter([full(), httpx2.Response(503, json={}), models()])
 
@@ -268,8 +251,7 @@ def test_both_clients_have_the_same_methods_and_arguments() -> None:
 @pytest.mark.parametrize("kind", [Client, Blocking])
 def test_collections(kind: Any) -> None:
     services = {name: DebugService(card=CARD.model_copy(update={"index_version": name})) for name in ("index", "news")}
-    app = create_app(services["index"], "f", ApiKeys(), collections=lambda: services)
-    with listening(app) as url:
+    with listening(make_app(services["index"], news=services["news"])) as url:
         client = kind(url)
         assert [(one.name, one.model.index_version) for one in client.collections()] == [
             ("index", "index"),
@@ -278,10 +260,10 @@ def test_collections(kind: Any) -> None:
         sequence = client.put([Document("new/1", "text")], collection="news")
         assert client.document("new/1", collection="news") == Document("new/1", "text", {})
         assert client.document("new/1") is None
-        found = client.search("q", top_k=100, min_sequence=sequence, collection="news")
-        assert (found.index_version, "new/1" in {hit.id for hit in found.hits}) == ("news", True)
-        (many,) = client.search_many(["q"], top_k=100)
-        assert (many.index_version, "new/1" in {hit.id for hit in many.hits}) == ("index", False)
+        answer = client.search("q", top_k=100, min_sequence=sequence, collection="news")
+        assert (answer.index_version, "new/1" in {hit.id for hit in answer.hits}) == ("news", True)
+        default = client.search("q", top_k=100)
+        assert (default.index_version, "new/1" in {hit.id for hit in default.hits}) == ("index", False)
         client.delete(["new/1"], collection="news")
         assert client.document("new/1", collection="news") is None
         for name in ("law", "../models", "a/b"):

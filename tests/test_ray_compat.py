@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from ray import serve
 from ray._private import ray_constants, ray_logging
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
-from ray.serve._private import client, common, constants, replica, router
+from ray.serve._private import client, constants, replica, router
 from ray.serve._private.request_router.request_router import RequestRouter
 from ray.serve.handle import DeploymentHandle
 from ray.train.v2._internal import exceptions
@@ -81,8 +81,6 @@ def test_names_of_serve_exist() -> None:
     text = source("serve", "_private", "utils.py")
     assert re.search(rf"try:\n    import {ray_compat.UNUSED_BY_REPLICAS} as pd\nexcept ImportError:", text)
     assert importlib.util.find_spec(ray_compat.REPLICA_MODULE)
-    actor = common.DeploymentID("encoder", "infembed-encoder").to_replica_actor_class_name()
-    assert f"ray::{actor}".startswith(f"{ray_compat.REPLICA_TITLE}infembed")
     assert ray_compat.MAX_REPLICAS_PER_NODE == constants.MAX_REPLICAS_PER_NODE_MAX_VALUE
     variables = [ray_compat.PROXY_MIDDLEWARE_VARIABLE, *ray_compat.SINGLE_EVENT_LOOP, *ray_compat.haproxy_ports(1, 2)]
     read_by_serve = source("serve", "_private", "constants.py")

@@ -156,7 +156,7 @@ def http_page() -> str:
     from infembed_ray.serving.http.app import create_app
     from infembed_ray.serving.http.auth import ApiKeys
 
-    api = create_app(None, "docs", ApiKeys(["key"])).openapi()  # type: ignore[arg-type]
+    api = create_app(dict, lambda: "docs", ApiKeys(["key"])).openapi()
     lines = ["# HTTP API\n", api["info"]["description"].strip() + "\n", "| request | what it does |", "|---|---|"]
     sections = []
     for path, methods in api["paths"].items():

@@ -50,15 +50,15 @@ class RerankSettings(Settings):
     )
     model: ModelName | dict[str, Any] | None = runtime_field(
         None,
-        description="late_interaction: an encoder's checkpoint, null: the served one; cross_encoder: a baseline, a mapping of settings as in `models` of `infembed evaluate`, or a directory or hub name of a classifier that reads `{instruction} {query}`",
+        description="late_interaction: an encoder's checkpoint, null: the served one; cross_encoder: a directory or hub name of a classifier that reads `{instruction} {query}`, or the settings of another cross-encoder (kind, model, instructed_query, ...), as in `models` of `infembed evaluate`",
     )
     depth: int = Field(50, ge=1, le=1000, description="first hits of every query to re-rank")
     budget_ms: float = Field(
         1000.0, gt=0, description="milliseconds for re-ranking a search; after them, the retrieval's order is answered"
     )
-    replicas: int = Field(1, ge=1, description="replicas of the reranker")
-    cpus: float = Field(1.0, gt=0, description="CPUs and threads per replica")
-    gpus: float = Field(0.0, ge=0, description="GPUs per replica")
+    replicas: int = Field(
+        1, ge=1, description="replicas of the reranker, each with the CPUs and GPUs of an encoder replica"
+    )
 
 
 class ServeSettings(Settings):
@@ -73,10 +73,6 @@ class ServeSettings(Settings):
         description="environment variable with the token of an external engine: user:password or an API key; unset: none",
     )
     model: ModelName | None = runtime_field(None, description="encoder; null: the one that built the index")
-    model_name: str | None = Field(None, description="the model's name in the API; null: its hub or directory name")
-    suggestions: str | None = runtime_field(
-        None, description="file of example searches for the playground: rows of query and instruction; null: none"
-    )
     host: str = Field("127.0.0.1", description="address to bind; all but loopback need API keys")
     port: int = Field(8000, ge=1, le=65535, description="HTTP port")
     api_keys_env: str | None = Field(
@@ -99,30 +95,10 @@ class ServeSettings(Settings):
     cpus_per_encoder: float = Field(1.0, gt=0, description="CPUs and threads per encoder replica")
     gpus_per_shard: float = Field(0.0, ge=0, description="GPUs per shard replica, for search on GPUs (faiss-gpu)")
     cpus_per_shard: float = Field(0.1, gt=0, description="CPUs per shard replica; each has at least one thread")
-    runtime: Literal["auto", "torch", "onnx"] = Field(
-        "auto",
-        description="runtime of the encoder; auto: the fastest by calibration on CPUs, torch on GPUs",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
-        "auto", description="precision of the encoder; auto: the fastest by calibration on CPUs, bfloat16 on GPUs"
-    )
-    min_cosine: float = Field(
-        0.999,
-        gt=0,
-        lt=1,
-        description="smallest cosine of a calibrated runtime's embeddings with the checkpoint's in float32",
-    )
-    prefix_cache_mib: int = Field(
-        256, ge=0, description="prefix cache for instructions per encoder replica (causal backbones); 0: none"
-    )
-    query_cache_mib: int = Field(
-        64, ge=0, description="cache for the vectors of recent searches (query and instruction) per ingress; 0: none"
-    )
-    batch_tokens: int = Field(
-        4096, ge=64, description="largest number of tokens in an encoding batch; lowered where that is as fast"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="precision of the encoder; auto: bfloat16 on GPUs and on CPUs with bfloat16 instructions"
     )
     request_timeout_s: float = Field(30.0, gt=0, description="time-out of a request, answered with 504")
-    max_body_mib: float = Field(8.0, gt=0, description="largest request body; larger ones are rejected with 413")
     writable: bool = Field(True, description="allow documents to be put and deleted through the API")
     compact_at: int | None = Field(
         10_000,

@@ -172,9 +172,10 @@ def _demands(name: str, verb: Settings) -> Iterator[tuple[str, int, dict[str, fl
     ):
         if setting in values:
             amounts = {"CPU": values.get(cpus, 0.0), "GPU": values.get(gpus, 0.0)}
-            yield setting, values[setting], {resource: amount for resource, amount in amounts.items() if amount}
-    if name == SERVE and (rerank := values["rerank"]):
-        yield "rerank.replicas", rerank.replicas, {"CPU": rerank.cpus} | ({"GPU": rerank.gpus} if rerank.gpus else {})
+            amounts = {resource: amount for resource, amount in amounts.items() if amount}
+            yield setting, values[setting], amounts
+            if name == SERVE and (rerank := values["rerank"]):
+                yield "rerank.replicas", rerank.replicas, amounts
 
 
 def _plan_of_serve(settings: Any) -> Any:

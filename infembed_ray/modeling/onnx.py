@@ -92,13 +92,6 @@ def export(encoder: InstructionEncoder, side: Side, path: Path) -> None:
     graph.backbone.set_attn_implementation(implementation)
 
 
-def quantize(graph: Path, path: Path) -> None:
-    """Write a graph whose linear layers compute in int8: weights with a scale per column, activations with one per call."""
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    quantize_dynamic(graph, path, per_channel=True, weight_type=QuantType.QInt8)
-
-
 class _Graph(nn.Module):
     """The encoder on padded rows only, because the indices of a layout would become loops in the graph."""
 

@@ -93,11 +93,6 @@ class TextTokenizer:
             for row, one in enumerate(encoded)
         ]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
-        text: str = self.backend.decode(ids, skip_special_tokens=True)
-        return text
-
 
 def marks_the_end(tokenizer: Any) -> bool:
     """Return whether a tokenizer ends every text with a special token (EOS, [SEP])."""

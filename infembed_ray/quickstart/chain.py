@@ -51,10 +51,7 @@ INSTRUCTIONS = {
 """Id of the requested passage -> the instruction, a shorter form of the record's own."""
 TOP_K = 5
 BEFORE, AFTER = "MiniLM", "MiniLM + InF-Embed"
-MODEL_NAME = "minilm-inf-embed"
-"""Name of the trained model in the API."""
 CORPUS = "corpus.jsonl"
-SUGGESTIONS = "suggestions.jsonl"
 REPORT = "report.html"
 
 
@@ -81,8 +78,6 @@ def run(directory: str, port: int, keep_serving: bool) -> None:
     outputs = run_stages(root, backbone)
     settings = ServeSettings(
         index=outputs.index.address,
-        model_name=MODEL_NAME,
-        suggestions=str(_write_suggestions(root / SUGGESTIONS, outputs.records)),
         port=port,
         api_keys_env=None,
         wait=False,
@@ -92,7 +87,7 @@ def run(directory: str, port: int, keep_serving: bool) -> None:
         before, after = _ask(url, backbone, root / CORPUS)
         report = _report(root / REPORT, outputs, {BEFORE: before, AFTER: after})
         if keep_serving:
-            say(f"\nDone. Report: {report}\nServing at {url}/ (playground) and {url}/docs (API).")
+            say(f"\nDone. Report: {report}\nServing at {url}/ (playground).")
             say(f"Ask it from another terminal:\n{_questions(port)}\nPress Ctrl-C to stop.")
             while True:
                 time.sleep(1)  # short, because a signal that another thread receives does not end a sleep
@@ -180,16 +175,6 @@ def _write_corpus(path: Path, made: Published) -> Path:
     return path
 
 
-def _write_suggestions(path: Path, made: Published) -> Path:
-    """Write the playground's example searches: the example query under both instructions, and one record of each topic."""
-    held_out = tables.read(made.path, tables.Record, "records", split="test")
-    topics = {row.topic: row for row in reversed(held_out) if row.query_positive != QUERY}
-    pairs = [(QUERY, instruction) for instruction in INSTRUCTIONS.values()]
-    pairs += [(row.query_positive, row.instruction_positive) for row in topics.values()]
-    tables.write_lines(path, ({"query": query, "instruction": instruction} for query, instruction in pairs))
-    return path
-
-
 def _ask(url: str, backbone: str, corpus: Path) -> tuple[list[Ranking], list[Ranking]]:
     """Ask the example query without an instruction and under each, of the untrained model and of the API."""
     _title("ask", f"under two instructions, over HTTP: {QUERY!r}")
@@ -229,8 +214,7 @@ def ending(root: Path, report: Path, port: int) -> str:
     return f"""
 Done. Report: {report}
 Next:
-  infembed serve index={root / "index"} port={port} \\
-    suggestions={root / SUGGESTIONS}
+  infembed serve index={root / "index"} port={port}
 {_questions(port)}
   infembed train records={root / "records"} split=train model={root / "checkpoint"} \\
     objective='uni{{P}}' output=runs/mine

@@ -9,7 +9,7 @@ import urllib.request
 from pathlib import Path
 
 from infembed_ray import ray_compat
-from infembed_ray.errors import InputError, StartError
+from infembed_ray.errors import InputError
 from infembed_ray.storage.object_store import scratch
 
 POLL_S = 0.1
@@ -28,40 +28,22 @@ def require_free_port(host: str, port: int, timeout_s: float = 0.0) -> None:
                 return
             except OSError as error:
                 if time.monotonic() >= deadline:
-                    raise InputError(
-                        f"port={port}: cannot be bound at {host} ({error.strerror}); "
-                        "stop the process that listens there, or set another port=..."
+                    remedy = "stop the process that listens there, or set another port=..."
+                    raise InputError.of(
+                        "port", port, f"cannot be bound at {host} ({error.strerror})", remedy
                     ) from error
         time.sleep(POLL_S)
 
 
-def served_fingerprint(url: str, path: str = "/healthz") -> str | None:
+def served_fingerprint(url: str) -> str | None:
     """Return the fingerprint of the API at a URL of this machine; None if there is none."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the environment's proxy
     try:
-        with opener.open(url + path, timeout=PROBE_TIMEOUT_S) as response:
+        with opener.open(f"{url}/healthz", timeout=PROBE_TIMEOUT_S) as response:
             fingerprint = json.load(response)["deployment"]
     except (OSError, ValueError, KeyError, TypeError):  # nothing, or another server; HTTPError is an OSError
         return None
     return str(fingerprint)
-
-
-def wait_until_served(url: str, fingerprint: str, times: int, timeout_s: float) -> None:
-    """Wait until a release is ready in several probes in a row: a proxy picks an ingress replica at random.
-
-    Raises:
-        StartError: it was not within `timeout_s`.
-    """
-    deadline = time.monotonic() + timeout_s
-    in_a_row = 0
-    while in_a_row < times:
-        if served_fingerprint(url, "/readyz") == fingerprint:
-            in_a_row += 1
-            continue
-        in_a_row = 0
-        if time.monotonic() > deadline:
-            raise StartError(f"{url}/readyz did not answer within {timeout_s:.0f} s")
-        time.sleep(POLL_S)
 
 
 def address_file(port: int) -> Path:
@@ -71,9 +53,8 @@ def address_file(port: int) -> Path:
 
 def other_cluster(port: int) -> InputError:
     """Return the error for an API that this command cannot replace."""
-    return InputError(
-        f"port={port}: another cluster's API is served there; stop it, set RAY_ADDRESS to its cluster, or set another port"
-    )
+    remedy = "stop it, set RAY_ADDRESS to its cluster, or set another port"
+    return InputError.of("port", port, "another cluster's API is served there", remedy)
 
 
 def free_haproxy_ports() -> dict[str, str]:

@@ -28,9 +28,7 @@ from infembed_ray.serving.release import (
     IndexArguments,
     RerankerArguments,
 )
-from infembed_ray.serving.replicas import EncoderReplica, ShardSearch
-from infembed_ray.serving.reranking.replica import RerankerReplica
-from infembed_ray.serving.store_search import StoreSearch
+from infembed_ray.serving.replicas import EncoderReplica, RerankerReplica, ShardSearch, StoreSearch
 
 CONSTRUCTOR_ATTEMPTS = 3
 """Attempts to start a replica before its application counts as failed."""
@@ -47,38 +45,45 @@ def encoder_application(arguments: EncoderArguments | Mapping[str, Any]) -> serv
     """Build the encoder; `serve deploy` passes the arguments as a mapping."""
     arguments = EncoderArguments.model_validate(arguments)
     settings = arguments.settings
-    largest = settings.max_encoder_replicas or settings.encoder_replicas
+    replicas = settings.encoder_replicas, settings.max_encoder_replicas
+    return _with_model(EncoderReplica, ENCODER, settings, *replicas).bind(arguments)
+
+
+def reranker_application(arguments: RerankerArguments | Mapping[str, Any]) -> serve.Application:
+    """Build the reranker, whose replicas have the resources of the encoder's."""
+    arguments = RerankerArguments.model_validate(arguments)
+    assert arguments.settings.rerank is not None
+    replicas = arguments.settings.rerank.replicas
+    return _with_model(RerankerReplica, RERANKER, arguments.settings, replicas).bind(arguments)
+
+
+def _with_model(
+    replica: type[Any], name: str, settings: ServeSettings, smallest: int, largest: int | None = None
+) -> serve.Deployment:
+    cpus, gpus = settings.cpus_per_encoder, settings.gpus_per_encoder
     return serve.deployment(
-        EncoderReplica,
-        name=ENCODER,
-        ray_actor_options={
-            "num_cpus": settings.cpus_per_encoder,
-            "num_gpus": settings.gpus_per_encoder,
-            "runtime_env": {"env_vars": environment(startup.import_encoder_modules, settings.cpus_per_encoder)},
-        },
-        max_replicas_per_node=spread(largest, CPU=settings.cpus_per_encoder, GPU=settings.gpus_per_encoder),
-        **replicas_of(settings.encoder_replicas, largest),
+        replica,
+        name=name,
+        ray_actor_options=_actor(cpus, gpus, startup.import_model_modules),
+        max_replicas_per_node=spread(largest or smallest, CPU=cpus, GPU=gpus),
+        **replicas_of(smallest, largest),
         **limits_of(settings),
-    ).bind(arguments)
+    )
 
 
 def index_application(arguments: IndexArguments | Mapping[str, Any]) -> serve.Application:
     """Build the shards of an index, one deployment each."""
     arguments = IndexArguments.model_validate(arguments)
     settings = arguments.settings
-    per_node = spread(settings.shard_replicas, CPU=settings.cpus_per_shard, GPU=settings.gpus_per_shard)
+    cpus, gpus = settings.cpus_per_shard, settings.gpus_per_shard
     in_engine = is_address(arguments.index)
     names = [STORE] if in_engine else [facts.name for facts in Index.describe(arguments.index).facts.shards]
     shards = [
         serve.deployment(
             StoreSearch if in_engine else ShardSearch,
             name=name,
-            ray_actor_options={
-                "num_cpus": settings.cpus_per_shard,
-                "num_gpus": settings.gpus_per_shard,
-                "runtime_env": {"env_vars": environment(startup.import_modules, settings.cpus_per_shard)},
-            },
-            max_replicas_per_node=per_node,
+            ray_actor_options=_actor(cpus, gpus, startup.import_modules),
+            max_replicas_per_node=spread(settings.shard_replicas, CPU=cpus, GPU=gpus),
             **replicas_of(settings.shard_replicas),
             **limits_of(settings),
         )
@@ -89,22 +94,8 @@ def index_application(arguments: IndexArguments | Mapping[str, Any]) -> serve.Ap
     return shards[last].bind(arguments, last, *(shards[other].bind(arguments, other) for other in others))
 
 
-def reranker_application(arguments: RerankerArguments | Mapping[str, Any]) -> serve.Application:
-    """Build the reranker."""
-    arguments = RerankerArguments.model_validate(arguments)
-    settings = arguments.rerank
-    return serve.deployment(
-        RerankerReplica,
-        name=RERANKER,
-        ray_actor_options={
-            "num_cpus": settings.cpus,
-            "num_gpus": settings.gpus,
-            "runtime_env": {"env_vars": environment(startup.import_reranker_modules, settings.cpus)},
-        },
-        max_replicas_per_node=spread(settings.replicas, CPU=settings.cpus, GPU=settings.gpus),
-        **replicas_of(settings.replicas),
-        **limits_of(arguments.settings),
-    ).bind(arguments)
+def _actor(cpus: float, gpus: float, imports: Callable[[], None]) -> dict[str, Any]:
+    return {"num_cpus": cpus, "num_gpus": gpus, "runtime_env": {"env_vars": environment(imports, cpus)}}
 
 
 def require_resources(plan: Plan) -> None:
@@ -118,10 +109,12 @@ def require_resources(plan: Plan) -> None:
         total, largest = sum(replicas * each for _, replicas, each in reserved), max(held)
         setting, replicas, each = max(reserved, key=lambda entry: (entry[2] > largest, entry[1] * entry[2]))
         if each > largest or total > sum(held) + 1e-6:
-            raise InputError(
-                f"{setting}: {counted(replicas, 'replica')} of it; all replicas together need {total:g} {resource}, the cluster has "
-                f"{sum(held):g}, its largest node {largest:g}; lower the setting or the number of replicas, or add nodes"
+            fault = (
+                f"{counted(replicas, 'replica')} of it; all replicas together need {total:g} {resource}, the cluster has "
+                f"{sum(held):g}, its largest node {largest:g}"
             )
+            remedy = "lower the setting or the number of replicas, or add nodes"
+            raise InputError.of(setting, getattr(plan.settings, setting), fault, remedy)
 
 
 def spread(replicas: int, room: int | None = None, **per_replica: float) -> int | None:

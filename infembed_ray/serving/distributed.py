@@ -30,12 +30,11 @@ from infembed_ray.serving.address import (
     other_cluster,
     require_free_port,
     served_fingerprint,
-    wait_until_served,
 )
 from infembed_ray.serving.deployments import require_resources
 from infembed_ray.serving.plan import LOGGING, Plan
 from infembed_ray.serving.release import APPLICATION
-from infembed_ray.serving.supervisor import READY_TIMEOUT_S, START_TIMEOUT_S, roll_out, served_release, switch_to
+from infembed_ray.serving.supervisor import START_TIMEOUT_S, roll_out, served_release, switch_to
 
 PORT_TIMEOUT_S = 15.0
 """Time for the proxies of an API that was just shut down to free the port."""
@@ -147,7 +146,6 @@ def _deploy(plan: Plan) -> None:
         if previous is None:  # the API starts beside its parts, and answers 503 until it has a release
             switch_to(plan.api, None)
         roll_out(plan.api, plan.release, previous, START_TIMEOUT_S + plan.reading_s)
-        wait_until_served(plan.url, plan.release.fingerprint, 2 * plan.settings.ingress_replicas, READY_TIMEOUT_S)
     except BaseException:
         if previous is None:
             stop()
@@ -182,7 +180,8 @@ def _start_serve(plan: Plan) -> None:
 def require_cluster(settings: ServeSettings, upgrades: bool) -> None:
     """InputError if the API has to outlive this command, and there is no cluster on which it can."""
     if not (settings.wait or upgrades or on_a_cluster()):
-        raise InputError("wait=false: there is no cluster to leave it on; start Ray and set RAY_ADDRESS, or wait=true")
+        fault, remedy = "there is no cluster to leave it on", "start Ray and set RAY_ADDRESS, or wait=true"
+        raise InputError.of("wait", "false", fault, remedy)
 
 
 def _connect(plan: Plan) -> None:
@@ -206,10 +205,8 @@ def _connect(plan: Plan) -> None:
         # and so without keys, could become reachable from other machines.
         address = ray_compat.listening_address()
         if address != (plan.settings.host, port):
-            raise InputError(
-                f"port={port}: Serve already runs on this cluster and listens at {address[0]}:{address[1]}; "
-                "set that host and port, or stop it with `serve shutdown`"
-            )
+            fault = f"Serve already runs on this cluster and listens at {address[0]}:{address[1]}"
+            raise InputError.of("port", port, fault, "set that host and port, or stop it with `serve shutdown`")
     elif not replaces:
         require_free_port(plan.settings.host, port, PORT_TIMEOUT_S)
     mode = os.environ.get("RAY_AUTH_MODE", "disabled")

@@ -1,7 +1,6 @@
 """Leave-one-out explanation of a ranking: which phrases of the instruction moved a passage.
 
-The effect of a phrase on a passage is the passage's score under the whole instruction minus its score under the instruction
-without the phrase. Phrases depend on one another, so their effects need not add up to the effect of the whole instruction.
+The effect of a phrase is the passage's score under the whole instruction minus its score under the instruction without it.
 """
 
 from __future__ import annotations
@@ -66,15 +65,12 @@ class Explanation(BaseModel):
     )
 
 
-def require_explainable(query: str | list[str], instruction: str | list[str | None] | None, top_k: int) -> None:
+def require_explainable(instruction: str | None, top_k: int) -> None:
     """Raise ValueError unless a search can be explained."""
-    if not isinstance(query, str) and len(query) > 1:
-        raise ValueError(f"{len(query)} queries; send one at a time")
-    only = (instruction[:1] or [None])[0] if isinstance(instruction, list) else instruction
-    if only is None or not only.strip():
+    if instruction is None or not instruction.strip():
         raise ValueError("there is no instruction whose effect could be explained; send one, or explain=false")
-    if len(only) > MAX_EXPLAINED_CHARACTERS:
-        raise ValueError(f"the instruction has {len(only)} characters; send up to {MAX_EXPLAINED_CHARACTERS}")
+    if len(instruction) > MAX_EXPLAINED_CHARACTERS:
+        raise ValueError(f"the instruction has {len(instruction)} characters; send up to {MAX_EXPLAINED_CHARACTERS}")
     if top_k > MAX_EXPLAINED_HITS:
         raise ValueError(f"top_k={top_k}; ask for up to {MAX_EXPLAINED_HITS} hits")
 
@@ -85,14 +81,14 @@ def phrases_of(instruction: str) -> list[Phrase]:
     Clauses end at punctuation, at line breaks and before conjunctions. If there are too many, neighbours become one phrase. If
     there are few, clauses of `_LONG_WORDS` words or more are halved, the longest first.
     """
-    starts = [0, *(found.end() for found in _BREAKS.finditer(instruction)), len(instruction)]
+    starts = [0, *(end.end() for end in _BREAKS.finditer(instruction)), len(instruction)]
     spans = _trimmed(instruction, pairwise(starts))
     if len(spans) > MAX_PHRASES:  # those that begin in the same eighth of the instruction
         eighths = groupby(spans, lambda span: MAX_PHRASES * span[0] // len(instruction))
         grouped = [list(group) for _, group in eighths]
         spans = [(group[0][0], group[-1][1]) for group in grouped]
     while 0 < len(spans) < MAX_PHRASES:
-        words = [[found.start() for found in re.finditer(r"\S+", instruction[a:b])] for a, b in spans]
+        words = [[word.start() for word in re.finditer(r"\S+", instruction[a:b])] for a, b in spans]
         longest = max(range(len(spans)), key=lambda number: len(words[number]))
         if len(words[longest]) < _LONG_WORDS:
             break
@@ -103,10 +99,7 @@ def phrases_of(instruction: str) -> list[Phrase]:
 
 
 def variants(instruction: str, phrases: Sequence[Phrase]) -> list[str | None]:
-    """Return the instructions whose scores explain a ranking: the whole, none, and one without each phrase.
-
-    An instruction of which nothing is left is None.
-    """
+    """Return the instructions whose scores explain a ranking: the whole, None, and one without each phrase (None if empty)."""
     left = (instruction[: phrase.start] + instruction[phrase.end :].lstrip() for phrase in phrases)
     return [instruction, None, *(text.strip() or None for text in left)]
 

@@ -1,21 +1,25 @@
-"""Metrics of the API: every replica sends a snapshot each second, and one page shows all of them to Prometheus. No Ray.
-
-Ray exports its own metrics by an agent on every node, which a local cluster does not start, under an address for each node.
-Here one scrape of the API's `/metrics` returns the metrics of all replicas.
-"""
+"""Metrics of the API: every replica sends a snapshot each second, and one page shows all of them to Prometheus. No Ray."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.samples import Sample
 
 PUSH_S = 1.0
 """Seconds between two snapshots of a replica."""
 MAX_AGE_S = 10.0
 """Seconds without a new snapshot after which a replica's metrics are dropped."""
+
+
+def readings(values: Mapping[str, tuple[str, float]]) -> Iterator[Metric]:
+    """Yield a metric for each name -> (description, value); names of counters end in `_total`."""
+    for name, (description, value) in values.items():
+        family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        yield family(name.removesuffix("_total"), description, value)
 
 
 def snapshot(registry: CollectorRegistry) -> list[Metric]:

@@ -5,23 +5,24 @@ Nothing is opened, loaded or started here.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from importlib.metadata import version
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 from uuid import uuid4
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from infembed_ray import ray_compat
+from infembed_ray import __version__, ray_compat
 from infembed_ray.config.serving import DEFAULT_COLLECTION, ServeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.checkpoint import find, is_weights, local
+from infembed_ray.modeling.checkpoint import files_digest, find, is_weights, local, require_loadable
 from infembed_ray.ray_cluster import on_a_cluster
 from infembed_ray.records.tables import raw_rows
 from infembed_ray.retrieval.factory import require_gpu_faiss
@@ -29,11 +30,9 @@ from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.milvus import Milvus, MilvusAddress, is_address
 from infembed_ray.retrieval.shard_files import local_directory
 from infembed_ray.retrieval.versions import IndexFacts
-from infembed_ray.serving import schema
-from infembed_ray.serving.encoder.calibration import require_runnable
-from infembed_ray.serving.encoder.known import describe
+from infembed_ray.serving import reranking, schema
+from infembed_ray.serving.edge import READ_TIMEOUT_S
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
-from infembed_ray.serving.http.body import LIMIT_VARIABLE, READ_TIMEOUT_S
 from infembed_ray.serving.release import (
     APPLICATION,
     INGRESS,
@@ -49,8 +48,8 @@ from infembed_ray.serving.release import (
     ReleaseSpec,
     RerankerArguments,
 )
-from infembed_ray.serving.reranking import arguments as reranking
-from infembed_ray.storage.object_store import is_uri
+from infembed_ray.storage import durable
+from infembed_ray.storage.object_store import is_uri, scratch
 from infembed_ray.storage.places import address, listing, place_of
 from infembed_ray.storage.steps import MANIFEST, read_manifest, resolve_input
 from infembed_ray.telemetry import json_logs
@@ -61,19 +60,20 @@ LOGGING = {"log_level": "WARNING", "enable_access_log": False} | ({"encoding": "
 """Logging of Serve's processes."""
 
 
-Row = TypeVar("Row", bound=BaseModel)
-
-
 @dataclass(frozen=True)
 class Plan:
-    """What `infembed serve` starts."""
+    """What `infembed serve` starts.
+
+    Attributes:
+        settings: of the command.
+        api, release: arguments of the API, and what it answers from.
+        reading_s: seconds to add to time-outs of the start, in which a node copies or reads up to all indexes and models.
+    """
 
     settings: ServeSettings
     api: ApiArguments
     release: ReleaseSpec
-    index_bytes: int
-    model_bytes: int
-    """Of the weights, the reranker's included; 0 for a model on the hub."""
+    reading_s: float
 
     @classmethod
     def resolve(cls, settings: ServeSettings, locked: bool = False) -> Plan:
@@ -88,54 +88,39 @@ class Plan:
                 have one index, or the API would be open to other machines.
         """
         locked = locked or bool(ApiKeys.load(settings.api_keys_env, settings.api_keys_file))
-        _require_safe(settings, locked)
-        probes = _probe_set(settings)
-        suggestions = [] if settings.suggestions is None else read_suggestions(settings.suggestions)
-        indexes: dict[str, DescribedIndex] = {}
-        encoders: dict[str, DescribedEncoder] = {}
-        for name, place in settings.indexes.items():
-            with _errors_of(name):
-                indexes[name] = index = describe_index(settings, place)
-                if settings.ranking.hybrid and not index.facts.lexical:
-                    raise InputError(f"ranking.hybrid={settings.ranking.hybrid:g}: index={place}: {schema.NO_WORDS}")
-                _require_apart(index, indexes, name)
-                if index.facts.encoder not in encoders:
-                    encoders[index.facts.encoder] = describe_encoder(settings, index, encoders.values())
-        default = encoders[indexes[DEFAULT_COLLECTION].facts.encoder]
-        reranker = reranking.resolve(settings, default.arguments.model)
-        collections = {}
-        for name, index in indexes.items():
-            of_playground = suggestions if name == DEFAULT_COLLECTION else []
-            encoder = encoders[index.facts.encoder]
-            collections[name] = CollectionSpec(
-                encoder=encoder.arguments,
-                index=index.arguments,
-                shards=index.shards,
-                changes=index.changes,
-                card=_card(settings, index, encoder, reranker, of_playground),
+        if not locked and not is_loopback(settings.host):
+            remedy = (
+                f"set {settings.api_keys_env or 'api_keys_env and its variable'} to key1,key2,... or host=127.0.0.1"
             )
-        models = [encoder.arguments.model for encoder in encoders.values()] + ([reranker.model] if reranker else [])
-        rerank = settings.rerank and settings.rerank.model_copy(update={"model": None})
+            raise InputError.of("host", settings.host, "open to other machines without API keys", remedy)
+        if settings.gpus_per_shard and not on_a_cluster():  # there, GPU nodes have their own FAISS; replicas check it
+            require_gpu_faiss()
+        probes = _probe_set(settings)
+        collections: dict[str, CollectionSpec] = {}
+        size = 0
+        for name, place in settings.indexes.items():
+            try:
+                collections[name], index_bytes = _collection(settings, place, collections)
+            except InputError as error:
+                raise error if name == DEFAULT_COLLECTION else error.renamed("index", f"collections.{name}") from error
+            size += index_bytes
+        reranker = reranking.resolve(settings, collections[DEFAULT_COLLECTION].encoder.model)
+        if reranker is not None:
+            name = model_name(reranker.model, local(reranker.model))
+            for key, spec in collections.items():
+                card = spec.card.model_copy(update={"reranker": name})
+                collections[key] = spec.model_copy(update={"card": card})
         api = ApiArguments(locked=locked, settings=settings)
-        return cls(
-            settings,
-            api,
-            ReleaseSpec(
-                api=api.digest(),
-                collections=collections,
-                reranker=reranker,
-                rerank=rerank,
-                probes=probes,
-                command=uuid4().hex,
-            ),
-            sum(index.facts.bytes for index in indexes.values()),
-            sum(map(model_bytes, models)),
+        release = ReleaseSpec(
+            api=api.digest(),
+            collections=collections,
+            reranker=reranker,
+            rerank=settings.rerank and settings.rerank.model_copy(update={"model": None}),
+            probes=probes,
+            command=uuid4().hex,
         )
-
-    @property
-    def reading_s(self) -> float:
-        """Seconds to add to time-outs of the start, in which a node copies or reads up to the whole index and the model."""
-        return (self.index_bytes + self.model_bytes) / SLOW_BYTES_PER_S
+        models = {spec.encoder.model for spec in collections.values()} | ({reranker.model} if reranker else set())
+        return cls(settings, api, release, (size + sum(map(model_bytes, models))) / SLOW_BYTES_PER_S)
 
     @property
     def url(self) -> str:
@@ -148,14 +133,12 @@ class Plan:
         settings = self.settings
         shards = sum(len(one.shards) for one in self.release.collections.values()) * settings.shard_replicas
         encoders = len(self.release.encoders) * settings.encoder_replicas
-        yield "CPU", f"cpus_per_encoder={settings.cpus_per_encoder:g}", encoders, settings.cpus_per_encoder
-        yield "CPU", f"cpus_per_shard={settings.cpus_per_shard:g}", shards, settings.cpus_per_shard
-        yield "CPU", f"ingress_replicas={settings.ingress_replicas}", settings.ingress_replicas, INGRESS_CPUS
-        yield "GPU", f"gpus_per_encoder={settings.gpus_per_encoder:g}", encoders, settings.gpus_per_encoder
-        yield "GPU", f"gpus_per_shard={settings.gpus_per_shard:g}", shards, settings.gpus_per_shard
-        if rerank := settings.rerank:
-            yield "CPU", f"rerank.cpus={rerank.cpus:g}", rerank.replicas, rerank.cpus
-            yield "GPU", f"rerank.gpus={rerank.gpus:g}", rerank.replicas, rerank.gpus
+        encoders += settings.rerank.replicas if settings.rerank else 0
+        yield "CPU", "cpus_per_encoder", encoders, settings.cpus_per_encoder
+        yield "CPU", "cpus_per_shard", shards, settings.cpus_per_shard
+        yield "CPU", "ingress_replicas", settings.ingress_replicas, INGRESS_CPUS
+        yield "GPU", "gpus_per_encoder", encoders, settings.gpus_per_encoder
+        yield "GPU", "gpus_per_shard", shards, settings.gpus_per_shard
 
     @property
     def controller_environment(self) -> dict[str, str]:
@@ -164,8 +147,7 @@ class Plan:
         RAY_SERVE_* variables of this process take precedence.
         """
         environment = ray_compat.GRPC_CALLS | {
-            ray_compat.PROXY_MIDDLEWARE_VARIABLE: "infembed_ray.serving.routing.proxy:middlewares",
-            LIMIT_VARIABLE: str(self.settings.max_body_mib),
+            ray_compat.PROXY_MIDDLEWARE_VARIABLE: "infembed_ray.serving.edge:middlewares"
         }
         if self.settings.ha_proxy:
             environment |= ray_compat.haproxy_environment(client_timeout_s=2 * READ_TIMEOUT_S)
@@ -223,40 +205,18 @@ class Plan:
 
     def startup_message(self) -> str:
         """Return where the API is, what it serves, and an example request."""
-        card = self.release.default.card
         key = ' -H "Authorization: Bearer $KEY"' if self.api.locked else ""
-        others = [
-            f"  collection {name}: {spec.card.passages} passages, model {spec.card.id}, at {self.url}/v1/collections/{name}\n"
-            for name, spec in self.release.collections.items()
-            if name != DEFAULT_COLLECTION
+        served = [
+            f"serve: {'' if name == DEFAULT_COLLECTION else f'collection {name}: '}{spec.card.passages} passages, "
+            f"model {spec.card.id}, at {self.url}{'' if name == DEFAULT_COLLECTION else f'/v1/collections/{name}'}"
+            for name, spec in self.release.by_name.items()
         ]
         return (
-            f"serve: {card.passages} passages, model {card.id}, at {self.url}\n"
-            f"{''.join(others)}"
-            f"  playground: {self.url}/   reference: {self.url}/docs\n"
+            "\n".join(served) + f"\n  playground: {self.url}/\n"
             f"  curl -s {self.url}/v1/search -H 'Content-Type: application/json' \\\n"
             """       -d '{"query": "...", "instruction": "...", "top_k": 3}'"""
             f"{key}"
         )
-
-
-def read_suggestions(value: str) -> list[schema.Suggestion]:
-    """Read the example searches of the playground.
-
-    Args:
-        value: of the setting `suggestions`: a file of rows with `query` and `instruction`.
-
-    Raises:
-        InputError: no such file, no rows or too many, or a row that is not a query and an instruction.
-    """
-    most = schema.MAX_SUGGESTIONS
-    rows = list(islice(raw_rows(resolve_input(value, "suggestions"), "suggestions"), most + 1))
-    if not 1 <= len(rows) <= most:
-        raise InputError(f"suggestions={value}: has {f'more than {most}' if rows else 'no'} rows; give 1 to {most}")
-    advice = "give every row a query and an instruction"
-    return [
-        _row(schema.Suggestion, row, f"suggestions={value}: row {n}", advice) for n, row in enumerate(rows, start=1)
-    ]
 
 
 def _probe_set(settings: ServeSettings) -> ProbeSet | None:
@@ -267,162 +227,123 @@ def _probe_set(settings: ServeSettings) -> ProbeSet | None:
     """
     if (file := settings.probes) is None:
         return None
-    advice = "give every row a query and the ids of its relevant passages (`relevant`)"
-    rows = raw_rows(resolve_input(file, "probes"), "probes")
-    probes = [_row(Probe, row, f"probes={file}: row {number}", advice) for number, row in enumerate(rows, start=1)]
+    probes = []
+    for number, row in enumerate(raw_rows(resolve_input(file, "probes"), "probes"), start=1):
+        try:
+            probes.append(Probe.model_validate(row))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = "".join(f"{part}: " for part in first["loc"])
+            fault = f"row {number}: {where}{first['msg'].removeprefix('Value error, ')}"
+            remedy = "give every row a query and the ids of its relevant passages (`relevant`)"
+            raise InputError.of("probes", file, fault, remedy) from None
     if not probes:
         raise InputError.of("probes", file, "has no rows", "give at least one query with its relevant passages")
     return ProbeSet(probes=probes, max_ndcg_drop=settings.max_ndcg_drop, max_p_mrr_drop=settings.max_p_mrr_drop)
 
 
-def _row(kind: type[Row], row: Any, where: str, advice: str) -> Row:
-    """Return a row of a file as an object; InputError if it is not valid."""
-    try:
-        return kind.model_validate(row)
-    except ValidationError as error:
-        fault = error.errors()[0]
-        field = ".".join(map(str, fault["loc"]))
-        text = fault["msg"].removeprefix("Value error, ")
-        raise InputError(f"{where}: {field}{': ' if field else ''}{text}; {advice}") from None
-
-
-def _card(
-    settings: ServeSettings,
-    index: DescribedIndex,
-    encoder: DescribedEncoder,
-    reranker: RerankerArguments | None,
-    suggestions: list[schema.Suggestion],
-) -> schema.Model:
-    """Return what the API says about a collection."""
-    return schema.Model(
-        id=encoder.name,
-        created=int(time.time()),
-        dimension=index.facts.dimension,
-        encoder=index.facts.encoder,
-        index_version=index.arguments.version,
-        passages=index.facts.passages,
-        vocabulary=encoder.vocabulary,
-        metadata=dict(index.facts.metadata),
-        writable=settings.writable,
-        lexical=index.facts.lexical,
-        reranker=reranker and model_name(reranker.model, local(reranker.model)),
-        suggestions=suggestions,
-    )
-
-
-def _require_safe(settings: ServeSettings, locked: bool) -> None:
-    """InputError if the API would be open to other machines, or the settings contradict each other."""
-    if not locked and not is_loopback(settings.host):
-        raise InputError.of(
-            "host",
-            settings.host,
-            "open to other machines without API keys",
-            f"set {settings.api_keys_env or 'api_keys_env and its variable'} to key1,key2,... or host=127.0.0.1",
-        )
-    if (
-        settings.gpus_per_shard and not on_a_cluster()
-    ):  # on a cluster, GPU nodes have their own FAISS; replicas check it
-        require_gpu_faiss()
-
-
 # ------------------------------------------------------------------------------------------- indexes and models
 
 
-class DescribedIndex(NamedTuple):
-    """An index that is not open: of files, or in an external engine."""
-
-    arguments: IndexArguments
-    facts: IndexFacts
-    shards: tuple[str, ...]
-    changes: str | None
-
-    @property
-    def changed_at(self) -> str:
-        """Where changes of its documents are kept: equal for two names of one index."""
-        if self.changes is None:
-            return self.arguments.index
-        return self.changes if is_uri(self.changes) else str(Path(self.changes).resolve())
-
-
-class DescribedEncoder(NamedTuple):
-    """An encoder that is not loaded."""
-
-    arguments: EncoderArguments
-    name: str
-    """Of the model, in the API."""
-    vocabulary: int
-
-
-@contextmanager
-def _errors_of(name: str) -> Iterator[None]:
-    """Let an InputError of the block name the setting of a collection in place of `index`."""
-    try:
-        yield
-    except InputError as error:
-        raise error if name == DEFAULT_COLLECTION else error.renamed("index", f"collections.{name}") from error
-
-
-def describe_index(settings: ServeSettings, place: str) -> DescribedIndex:
-    """Read the facts of an index, and check the files of its shards.
+def _collection(
+    settings: ServeSettings, place: str, others: Mapping[str, CollectionSpec]
+) -> tuple[CollectionSpec, int]:
+    """Check an index and its encoder; return the collection and the bytes of its index.
 
     Raises:
-        InputError: there is no such index, it is damaged, or the external engine cannot be used.
+        InputError: there is no such index, it is damaged, or it is the index of another collection; its encoder is not the
+            one that built it, or cannot be told apart from another one; or an external engine cannot be used.
     """
+    changes: str | None = None
+    shards: tuple[str, ...] = (STORE,)
     if is_address(place):
         engine = Milvus(MilvusAddress.parse(place, "index", settings.store_token_env))
-        version = engine.current()
+        current = engine.current()
         if engine.one_writer and settings.shard_replicas > 1:
             fault = f"{place} takes one writer at a time"
             raise InputError.of(
                 "shard_replicas", settings.shard_replicas, fault, "set 1, or use a server of several nodes"
             )
-        facts = IndexFacts.of_manifest(version.manifest, engine.address)
-        arguments = IndexArguments(index=str(engine.address), version=version.id, settings=settings)
-        return DescribedIndex(arguments, facts, (STORE,), None)
-    index = Index.describe(place)
-    if isinstance(index.path, Path):  # replicas copy and check their own shards from an object store
-        for shard in index.facts.shards:
-            local_directory(index.path, shard)
-    names = tuple(shard.name for shard in index.facts.shards)
-    arguments = IndexArguments(index=address(index.path), version=index.version, settings=settings)
-    return DescribedIndex(arguments, index.facts, names, address(index.changes))
-
-
-def _require_apart(index: DescribedIndex, indexes: Mapping[str, DescribedIndex], name: str) -> None:
-    """InputError if another collection has the same index: a document put in one would be found in both."""
-    for other, described in indexes.items():
-        if other != name and index.changed_at == described.changed_at:
-            raise InputError.of(
-                "index",
-                index.arguments.index,
-                f"is the index of the collection {other!r} too, and both would change the same documents",
-                "give each collection an index of its own",
-            )
-
-
-def describe_encoder(
-    settings: ServeSettings, index: DescribedIndex, others: Collection[DescribedEncoder]
-) -> DescribedEncoder:
-    """Describe the encoder of an index; InputError unless it built the index, can run, and has a name of its own."""
-    model = find(settings.model or index.facts.model, "model").path
-    path = local(model)
-    encoder = describe(path, index.facts.dimensions)
-    index.facts.require_encoder(encoder.fingerprint, index.arguments.index)
-    _require_runnable(settings, path)
-    name = model_name(settings.model or index.facts.model, path)
-    if not others:
-        name = settings.model_name or name
-    elif taken := [other.arguments for other in others if other.name == name]:
-        raise InputError.of(
-            "index",
-            index.arguments.index,
-            f"its encoder {encoder.fingerprint} has the same name in the API, {name}, as another one, {taken[0].fingerprint}",
-            "build both indexes with one encoder, or give one of the two directories another name",
-        )
-    arguments = EncoderArguments(
-        model=model, fingerprint=encoder.fingerprint, dimensions=index.facts.dimensions, settings=settings
+        facts = IndexFacts.of_manifest(current.manifest, engine.address)
+        arguments = IndexArguments(index=str(engine.address), version=current.id, settings=settings)
+    else:
+        index = Index.describe(place)
+        facts, shards = index.facts, tuple(shard.name for shard in index.facts.shards)
+        if isinstance(index.path, Path):  # replicas copy and check their own shards from an object store
+            for shard in facts.shards:
+                local_directory(index.path, shard)
+        arguments = IndexArguments(index=address(index.path), version=index.version, settings=settings)
+        changes = address(index.changes)
+    if settings.ranking.hybrid and not facts.lexical:
+        raise InputError.of("ranking.hybrid", settings.ranking.hybrid, f"index={place}: {schema.NO_WORDS}")
+    for other, spec in others.items():
+        if _changed_at(arguments, changes) == _changed_at(spec.index, spec.changes):
+            fault = f"is the index of the collection {other!r} too, and both would change the same documents"
+            raise InputError.of("index", arguments.index, fault, "give each collection an index of its own")
+    encoder, name = _encoder(settings, arguments.index, facts, others)
+    card = schema.Model(
+        id=name,
+        created=int(time.time()),
+        dimension=facts.dimension,
+        encoder=facts.encoder,
+        index_version=arguments.version,
+        passages=facts.passages,
+        metadata=dict(facts.metadata),
+        writable=settings.writable,
+        lexical=facts.lexical,
     )
-    return DescribedEncoder(arguments, name, encoder.vocabulary)
+    return CollectionSpec(encoder=encoder, index=arguments, shards=shards, changes=changes, card=card), facts.bytes
+
+
+def _changed_at(index: IndexArguments, changes: str | None) -> str:
+    """Return where changes of an index's documents are kept: equal for two names of one index."""
+    if changes is None:
+        return index.index
+    return changes if is_uri(changes) else str(Path(changes).resolve())
+
+
+def _encoder(
+    settings: ServeSettings, index: str, facts: IndexFacts, others: Mapping[str, CollectionSpec]
+) -> tuple[EncoderArguments, str]:
+    """Return the encoder of an index and its name in the API, without its weights."""
+    for spec in others.values():
+        if spec.encoder.fingerprint == facts.encoder:
+            return spec.encoder, spec.card.id
+    model = find(settings.model or facts.model, "model").path
+    path = local(model)
+    fingerprint = _fingerprint(path, facts.dimensions)
+    facts.require_encoder(fingerprint, index)
+    name = model_name(settings.model or facts.model, path)
+    for spec in others.values():
+        if spec.card.id == name:
+            fault = f"its encoder {fingerprint} has the same name in the API, {name}, as {spec.encoder.fingerprint}"
+            remedy = "build both indexes with one encoder, or give one of the two directories another name"
+            raise InputError.of("index", index, fault, remedy)
+    arguments = EncoderArguments(model=model, fingerprint=fingerprint, dimensions=facts.dimensions, settings=settings)
+    return arguments, name
+
+
+def _fingerprint(model: str, dimensions: int | None) -> str:
+    """Return `InstructionEncoder.fingerprint` of a model.
+
+    It is kept on this machine under the bytes of the model's files, so that a later start need not import torch.
+    """
+    digest = files_digest(model)  # None for a hub name, whose files may change at any time
+    versions = f"{__version__} {version('torch')} {version('transformers')}"
+    key = hashlib.sha256(f"{digest} {dimensions} {versions}".encode()).hexdigest()[:32]
+    file = scratch() / "fingerprints" / key
+    if digest is not None and file.is_file():
+        return file.read_text(encoding="utf-8")
+    from infembed_ray.modeling.encoder import InstructionEncoder
+
+    require_loadable(model, f"model={model}")
+    fingerprint = InstructionEncoder.from_pretrained(model, dimensions=dimensions, device="meta").fingerprint()
+    if digest is not None:
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with durable.replacing(file, shared=True) as stream:
+                stream.write(fingerprint.encode())
+    return fingerprint
 
 
 def model_name(given: str, path: str) -> str:
@@ -443,11 +364,3 @@ def model_bytes(place: str) -> int:
     """Return the size of the weights in a directory or its URI; 0 for a hub name."""
     files = listing(place_of(place)) if is_uri(place) or Path(place).is_absolute() else {}
     return sum(size for name, size in files.items() if is_weights(name))
-
-
-def _require_runnable(settings: ServeSettings, path: str) -> None:
-    """InputError if the settings demand a runtime that cannot run the model; only then the model's configuration is loaded."""
-    if settings.runtime in ("onnx", "vllm") or settings.dtype == "int8":
-        from infembed_ray.modeling.encoder import InstructionEncoder
-
-        require_runnable(InstructionEncoder.from_pretrained(path, device="meta"), settings, path)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
+from infembed_ray.modeling.formats import Question
 from infembed_ray.serving.release import Probe, ProbeSet
-from infembed_ray.serving.service import Found, Query, Search
+from infembed_ray.serving.service import Search, SearchOutcome
 
 TOP_K = 100
 """Hits per probe; a passage that is not among them has rank TOP_K + 1."""
@@ -42,7 +44,7 @@ def worse_rankings(current: ProbeFigures, new: ProbeFigures, limits: ProbeSet) -
     return None
 
 
-async def probe(search: Callable[[Search], Awaitable[Found]], probes: Sequence[Probe]) -> ProbeFigures:
+async def probe(search: Callable[[Search], Awaitable[SearchOutcome]], probes: Sequence[Probe]) -> ProbeFigures:
     """Search all probes and measure the rankings."""
     from infembed_ray.evaluation.metrics import Change, p_mrr, trec_measures  # only the supervisor measures
 
@@ -50,9 +52,8 @@ async def probe(search: Callable[[Search], Awaitable[Found]], probes: Sequence[P
     run: dict[str, dict[str, float]] = {}
     for start in range(0, len(queries), QUERIES_AT_ONCE):
         some = queries[start : start + QUERIES_AT_ONCE]
-        answer = await search(Search([query for _, query in some], TOP_K))
-        for (name, _), hits in zip(some, answer.results, strict=True):
-            run[name] = {hit.id: hit.score for hit in hits}
+        answers = await asyncio.gather(*(search(Search(query, TOP_K)) for _, query in some))
+        run |= {name: {hit.id: hit.score for hit in a.hits} for (name, _), a in zip(some, answers, strict=True)}
     judged = {f"{n}": p.relevant for n, p in enumerate(probes)}
     judged |= {f"{n} changed": p.changed_relevant for n, p in enumerate(probes) if p.changed_relevant}
     ndcg = trec_measures({name: dict.fromkeys(ids, 1) for name, ids in judged.items()}, run, [_NDCG])
@@ -67,9 +68,9 @@ async def probe(search: Callable[[Search], Awaitable[Found]], probes: Sequence[P
     )
 
 
-def _queries(probes: Sequence[Probe]) -> Iterator[tuple[str, Query]]:
+def _queries(probes: Sequence[Probe]) -> Iterator[tuple[str, Question]]:
     """Yield a name and the query, for both instructions of each probe."""
     for number, item in enumerate(probes):
-        yield f"{number}", Query(item.query, item.instruction)
+        yield f"{number}", Question(item.query, item.instruction)
         if item.changed_instruction is not None:
-            yield f"{number} changed", Query(item.query, item.changed_instruction)
+            yield f"{number} changed", Question(item.query, item.changed_instruction)

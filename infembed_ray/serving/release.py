@@ -1,8 +1,7 @@
 """A release: one encoder and one index version of each collection, as the arguments of their Serve applications.
 
-A release is plain JSON. It is the `user_config` of the ingress, so a new one restarts nothing, and everything that starts,
-checks, compacts or replaces a release needs nothing else. The name of an application contains a digest of its arguments:
-applications with different arguments run side by side, and equal ones are shared.
+It is plain JSON: the `user_config` of the ingress, so a new one restarts nothing. The name of an application contains a digest
+of its arguments: applications with different arguments run side by side, and equal ones are shared.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ class EncoderArguments(Arguments):
     """Arguments of `deployments.encoder_application`. An encoder is identified by its fingerprint, wherever it was read."""
 
     relevant: ClassVar[set[str]] = {
-        *("encoder_replicas", "max_encoder_replicas", "gpus_per_encoder", "cpus_per_encoder", "runtime", "dtype"),
-        *("min_cosine", "prefix_cache_mib", "batch_tokens", "request_timeout_s"),
+        *("encoder_replicas", "max_encoder_replicas", "gpus_per_encoder", "cpus_per_encoder", "dtype"),
+        "request_timeout_s",
     }
     places: ClassVar[set[str]] = {"model"}
     model: str
@@ -91,29 +90,21 @@ class IndexArguments(Arguments):
 class RerankerArguments(Arguments):
     """Arguments of `deployments.reranker_application`."""
 
-    relevant: ClassVar[set[str]] = {"rerank", "request_timeout_s"}
-    of_replicas: ClassVar[set[str]] = {"kind", "replicas", "cpus", "gpus"}
-    """Settings in `rerank` that affect the replicas; the others are what the API does with the scores."""
+    relevant: ClassVar[set[str]] = {"rerank", "cpus_per_encoder", "gpus_per_encoder", "request_timeout_s"}
     places: ClassVar[set[str]] = {"model"}
     model: str
     """Directory, URI in an object store, or hub name."""
     fingerprint: str
     """Hash of the model's files and of the settings that decide the scores."""
     reranker: dict[str, Any] | None = None
-    """Settings of a cross-encoder, as of a model of `infembed evaluate`; None: late interaction."""
+    """Settings of a cross-encoder but its model, as of a model of `infembed evaluate`; None: late interaction."""
 
     @field_validator("settings")
     @classmethod
     def _keep_relevant(cls, settings: ServeSettings) -> ServeSettings:
         assert settings.rerank is not None
-        rerank = RerankSettings.model_validate(settings.rerank.model_dump(include=cls.of_replicas))
-        return ServeSettings(index="", rerank=rerank, request_timeout_s=settings.request_timeout_s)
-
-    @property
-    def rerank(self) -> RerankSettings:
-        """The settings of the replicas."""
-        assert self.settings.rerank is not None
-        return self.settings.rerank
+        of_replicas = RerankSettings(kind=settings.rerank.kind, replicas=settings.rerank.replicas)
+        return ServeSettings(index="", **settings.model_dump(include=cls.relevant - {"rerank"}), rerank=of_replicas)
 
     @property
     def application(self) -> str:
@@ -126,11 +117,9 @@ class ApiArguments(Arguments):
 
     relevant: ClassVar[set[str]] = {
         *("api_keys_env", "api_keys_file", "ingress_replicas", "encoder_replicas", "max_encoder_replicas"),
-        *("shard_replicas", "request_timeout_s", "max_body_mib", "ha_proxy", "query_cache_mib"),
-        *("compact_at", "ranking"),
+        *("shard_replicas", "request_timeout_s", "ha_proxy", "compact_at", "ranking"),
     }
     locked: bool
-    """API keys are configured; a replica that finds none does not start."""
 
 
 class Probe(BaseModel):
@@ -176,19 +165,15 @@ class CollectionSpec(BaseModel):
 
 
 class ReleaseSpec(BaseModel):
-    """What answers all requests: its collections, which the API switches in one step."""
+    """What answers all requests: its collections, which the API switches in one step, and what it must prove before."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     api: str
-    """Digest of the API's arguments."""
     collections: dict[str, CollectionSpec]
-    """By name; the default collection is one of them."""
     reranker: RerankerArguments | None = None
     rerank: RerankSettings | None = None
-    """Re-ranking of the first hits; None: there is none."""
     probes: ProbeSet | None = None
-    """What the release must prove before it replaces another one; None: nothing."""
     command: str = ""
     """Id of the command that serves it. Empty: a config file names it, so its index versions must stay, because a cluster
     that restarts begins with them."""
@@ -217,21 +202,12 @@ class ReleaseSpec(BaseModel):
         return {one.encoder.application: one.encoder for one in self.by_name.values()}
 
     @property
-    def indexes(self) -> dict[str, IndexArguments]:
-        """Application -> its arguments: the index of each collection."""
-        return {one.index.application: one.index for one in self.by_name.values()}
-
-    @property
     def parts(self) -> dict[str, Arguments]:
         """All applications but the API: encoders, indexes and the reranker."""
         reranker = {self.reranker.application: self.reranker} if self.reranker else {}
-        return {**self.encoders, **self.indexes, **reranker}
+        return {**self.encoders, **{one.index.application: one.index for one in self.by_name.values()}, **reranker}
 
     @property
     def versions(self) -> str:
         """The version of each collection's index, for progress lines."""
-        named = [
-            f"{'' if name == DEFAULT_COLLECTION else f'{name}: '}index {one.card.index_version}"
-            for name, one in self.by_name.items()
-        ]
-        return ", ".join(named)
+        return ", ".join(f"{name} {one.card.index_version}" for name, one in self.by_name.items())

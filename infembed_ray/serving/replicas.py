@@ -1,26 +1,26 @@
-"""Replicas of the Serve deployments: encoder, shard search and ingress.
+"""Replicas of the Serve deployments: encoder, shard search, reranker and ingress.
 
-Only an encoder replica imports torch and transformers, and only if no earlier start has left its graph. A replica without
-them uses half the memory and starts in half the time.
+Only replicas with a model import torch and transformers. A replica without them uses half the memory and starts in half the
+time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry, Gauge, Metric
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -28,17 +28,18 @@ from ray.serve.handle import DeploymentHandle
 from infembed_ray.config.serving import DEFAULT_COLLECTION
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.retrieval.answers import Key, ScoreQuery, ShardAnswer, ShardQuery, ShardRanking
+from infembed_ray.retrieval.filters import FilterError
 from infembed_ray.retrieval.index import Index
+from infembed_ray.retrieval.milvus import Milvus, MilvusAddress, StoreFault
 from infembed_ray.retrieval.shards import Content, Shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
-from infembed_ray.retrieval.updates.write_ahead_log import LogFault
+from infembed_ray.retrieval.updates.write_ahead_log import Change, LogFault
 from infembed_ray.retrieval.versions import change_log
 from infembed_ray.serving import startup
-from infembed_ray.serving.encoder.batching import DeadlineExceeded, Embedded, EmptySequence, QueueFull
-from infembed_ray.serving.http.app import RequestLimits, create_app
+from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, Embedded, QueueFull
+from infembed_ray.serving.http.app import create_app
 from infembed_ray.serving.http.auth import ApiKeys
-from infembed_ray.serving.http.body import LIMIT_VARIABLE
-from infembed_ray.serving.metrics import PUSH_S, snapshot
+from infembed_ray.serving.metrics import PUSH_S, readings, snapshot
 from infembed_ray.serving.release import (
     APPLICATION,
     SUPERVISOR,
@@ -46,16 +47,16 @@ from infembed_ray.serving.release import (
     EncoderArguments,
     IndexArguments,
     ReleaseSpec,
+    RerankerArguments,
 )
+from infembed_ray.serving.routing.blue_green import Release, open_release
 from infembed_ray.serving.routing.encoder_calls import EncoderInputs
 from infembed_ray.serving.routing.remote import RETRY_AFTER_S, RemoteDeployment
-from infembed_ray.serving.served import Served, ServedMetrics
-from infembed_ray.serving.service import Document, Query, ReplicaLost, ShardState
-from infembed_ray.storage.object_store import is_uri
-from infembed_ray.storage.steps import resolve_input
+from infembed_ray.serving.routing.reranking import OUTCOMES
+from infembed_ray.serving.service import Document, ReplicaLost, ShardState
 
 if TYPE_CHECKING:
-    from infembed_ray.serving.encoder.engine import EncodingEngine, Facts
+    from infembed_ray.serving.encoder.engine import EncodingEngine
 
 OPEN_TIMEOUT_S = 60.0
 """Time for a new release to answer; after it, `reconfigure` returns and the replica keeps waiting in the background."""
@@ -65,46 +66,67 @@ STORE_POLL_S = 1.0
 """Seconds between two reads of a log in an object store, which bills each request."""
 STUCK_POLL_S = 1.0
 """Seconds between two reads of a damaged log."""
-CLIENT_ERRORS = (QueueFull, DeadlineExceeded, EmptySequence)
-"""Errors of the encoding engine that the API reports to its client as they are."""
+SEARCHES = 8
+"""Calls of a replica to an external engine at a time."""
+ENGINE_RETRY_S = 2.0
+"""Retry-After while the engine does not answer."""
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class MetricsReporter:
+    """Sends a replica's metrics to the supervisor.
+
+    Args:
+        collect: yields the current metrics, as a collector of `prometheus_client`.
+    """
+
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self.collect = collect
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start at the first call; call it from the replica's event loop."""
+        if self._task is None:
+            # In the context of the first request, Serve would cancel it together with that.
+            self._task = contextvars.Context().run(asyncio.get_running_loop().create_task, self._report())
+
+    async def _report(self) -> None:
+        context = serve.get_replica_context()
+        replica = f"{context.app_name}/{context.deployment}/{context.replica_tag}"
+        page = RemoteDeployment.named(SUPERVISOR, APPLICATION)
+        while True:
+            with contextlib.suppress(Exception):  # the page may be starting or restarting
+                await asyncio.wait_for(page("keep", replica, snapshot(self.registry)), PUSH_S)
+            await asyncio.sleep(PUSH_S)
+
+
+def _totals(part: str, batching: BatchingEngine, **more: int) -> dict[str, tuple[str, float]]:
+    totals = {**asdict(batching.counters), **more}
+    return {f"infembed_{part}_{name}_total": (f"{name.replace('_', ' ')} so far", n) for name, n in totals.items()}
 
 
 class EncoderReplica:
     """A replica of the encoder."""
 
     def __init__(self, arguments: EncoderArguments) -> None:
+        from infembed_ray.modeling.checkpoint import local
         from infembed_ray.serving.encoder.engine import EncodingEngine
-        from infembed_ray.serving.encoder.known import describe
 
-        model = str(resolve_input(arguments.model, "model")) if is_uri(arguments.model) else arguments.model
-        description = startup.in_background(lambda: describe(model, arguments.dimensions))
-        if description.fingerprint != arguments.fingerprint:
-            raise RuntimeError(
-                f"model={arguments.model}: its fingerprint is {description.fingerprint} on this node and "
-                f"{arguments.fingerprint} where `serve` was started; put the same checkpoint on all nodes"
-            )
-        self._engine = EncodingEngine.load(model, arguments.settings, arguments.dimensions, description)
-        registry = CollectorRegistry()
-        registry.register(EngineMetrics(self._engine))
-        self._metrics = MetricsReporter(registry)
+        model = startup.in_background(lambda: local(arguments.model))
+        self._engine = EncodingEngine.load(model, arguments.settings, arguments.dimensions, arguments.fingerprint)
+        self._metrics = MetricsReporter(lambda: encoder_metrics(self._engine))
 
-    async def embed_many(
-        self, items: Sequence[EncoderInputs | list[Query]], timeout_s: float
-    ) -> list[Embedded | Exception]:
+    async def embed_many(self, items: Sequence[EncoderInputs], timeout_s: float) -> list[Embedded | Exception]:
         """Embed the texts of several requests; return the vectors or the exception of each."""
         self._metrics.start()
-        answers = await asyncio.gather(*(self._embed(item, timeout_s) for item in items), return_exceptions=True)
-        return [
-            answer if isinstance(answer, (Embedded, *CLIENT_ERRORS)) else _readable_error(answer) for answer in answers
-        ]
-
-    def _embed(self, item: EncoderInputs | list[Query], timeout_s: float) -> Coroutine[Any, Any, Embedded]:
-        if isinstance(item, EncoderInputs):
-            return self._engine.embed(*item, timeout_s)
-        texts, instructions = zip(*item, strict=True)
-        return self._engine.embed_queries(texts, instructions, timeout_s)
+        calls = (self._engine.embed(item.texts, item.instructions, timeout_s) for item in items)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        known = (Embedded, QueueFull, DeadlineExceeded)  # the API reports these errors as they are
+        return [answer if isinstance(answer, known) else _readable_error(answer) for answer in answers]
 
     async def ready(self) -> bool:
         """Return True once the model is loaded."""
@@ -113,44 +135,61 @@ class EncoderReplica:
 
 
 def _readable_error(error: BaseException) -> Exception:
-    """Log an error in full; return one that the ingress can unpickle without the encoder's libraries."""
-    log.error("a text could not be embedded", exc_info=error)
+    """Log an error in full; return one that the ingress can unpickle without the model's libraries."""
+    log.error("a text could not be read by the model", exc_info=error)
     return RuntimeError(in_one_line(error))
 
 
-class EngineMetrics:
-    """Metrics of an encoding engine, as a collector of `prometheus_client`."""
-
-    def __init__(self, engine: EncodingEngine) -> None:
-        self._engine = engine
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the current values."""
-        facts = self._engine.facts
-        yield GaugeMetricFamily("infembed_encoder_waiting", "Texts in the queue.", facts.waiting)
-        yield GaugeMetricFamily("infembed_encoder_prefix_bytes", "Memory of cached instructions.", facts.prefix_bytes)
-        yield from _calibration(facts)
-        totals = {**asdict(facts.counters), "prefix_hits": facts.prefix_hits, "prefix_misses": facts.prefix_misses}
-        for name, total in totals.items():
-            description = f"{name.replace('_', ' ')} so far".capitalize()
-            yield CounterMetricFamily(f"infembed_encoder_{name}", description, total)
-
-
-def _calibration(facts: Facts) -> Iterator[Metric]:
-    """Yield which runtime and precision run the encoder, and what its calibration measured."""
-    labels = ["runtime", "dtype"]
-    chosen = GaugeMetricFamily("infembed_encoder_runtime", "1 for what runs the encoder.", labels=labels)
-    chosen.add_metric(facts.candidate, 1)
+def encoder_metrics(engine: EncodingEngine) -> Iterator[Metric]:
+    """Yield the metrics of an encoding engine."""
+    hits, misses, size = (
+        (engine.prefixes.hits, engine.prefixes.misses, engine.prefixes.bytes) if engine.prefixes else (0, 0, 0)
+    )
+    yield from readings(
+        {
+            "infembed_encoder_waiting": ("Texts in the queue.", engine.batching.waiting),
+            "infembed_encoder_prefix_bytes": ("Memory of cached instructions.", size),
+            **_totals("encoder", engine.batching, prefix_hits=hits, prefix_misses=misses),
+        }
+    )
+    chosen = GaugeMetricFamily("infembed_encoder_dtype", "1 for the precision of the encoder.", labels=["dtype"])
+    chosen.add_metric([engine.dtype], 1)
     yield chosen
-    gauges = {
-        "infembed_encoder_calibration_seconds": ("Time of each candidate for the calibration's texts.", "seconds"),
-        "infembed_encoder_calibration_cosine": ("Smallest cosine of each candidate with float32.", "cosine"),
-    }
-    for name, (description, figure) in gauges.items():
-        gauge = GaugeMetricFamily(name, description, labels=labels)
-        for candidate, measured in facts.measured.items():
-            gauge.add_metric(candidate, getattr(measured, figure))
-        yield gauge
+
+
+class RerankerReplica:
+    """A replica of the reranker."""
+
+    def __init__(self, arguments: RerankerArguments) -> None:
+        from infembed_ray.serving.reranking import RerankEngine, load
+
+        self._engine = RerankEngine(startup.in_background(lambda: load(arguments)))
+        self._metrics = MetricsReporter(self._collect)
+
+    def _collect(self) -> Iterator[Metric]:
+        batching = self._engine.batching
+        waiting = {"infembed_reranker_waiting": ("Passages in the queue.", batching.waiting)}
+        yield from readings({**waiting, **_totals("reranker", batching)})
+
+    async def score(self, query: str, instruction: str | None, texts: list[str], timeout_s: float) -> np.ndarray:
+        """Score the passages of a search: (passages) float32.
+
+        Raises:
+            QueueFull, DeadlineExceeded: as the engine.
+            RuntimeError: the model raised; the log has the details.
+        """
+        self._metrics.start()
+        try:
+            return await self._engine.score(query, instruction, texts, timeout_s)
+        except (QueueFull, DeadlineExceeded):
+            raise
+        except Exception as error:
+            raise _readable_error(error) from None
+
+    async def ready(self) -> bool:
+        """Return True once the model is loaded."""
+        self._metrics.start()
+        return True
 
 
 class ShardSearch:
@@ -174,22 +213,21 @@ class ShardSearch:
         self._changes = changes.directory
         self._fault: str | None = None
         self._threads = ThreadPoolExecutor(max(1, int(arguments.settings.cpus_per_shard)), "search")
-        self._metrics = MetricsReporter(self._registry())
+        self._metrics = MetricsReporter(self._collect)
         threading.Thread(target=self._follow_log, name="follow-log", daemon=True).start()
 
-    def _registry(self) -> CollectorRegistry:
-        shard, registry = self._shard, CollectorRegistry()
-        gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "infembed_shard_documents": ("Documents that searches see.", shard.__len__),
-            "infembed_shard_sequence": ("Last change that searches see.", lambda: shard.sequence),
-            "infembed_log_sequence": ("Last change in the log.", lambda: shard.head),
-            "infembed_shard_lag": ("Changes in the log that searches do not see.", lambda: shard.head - shard.sequence),
-            "infembed_shard_stuck": ("1: a damaged log stops the shard's changes.", lambda: self._fault is not None),
-            "infembed_shard_delta": ("Documents that differ from the index version.", lambda: shard.changed),
-        }
-        for name, (description, value) in gauges.items():
-            Gauge(name, description, registry=registry).set_function(value)
-        return registry
+    def _collect(self) -> Iterator[Metric]:
+        shard = self._shard
+        yield from readings(
+            {
+                "infembed_shard_documents": ("Documents that searches see.", len(shard)),
+                "infembed_shard_sequence": ("Last change that searches see.", shard.sequence),
+                "infembed_log_sequence": ("Last change in the log.", shard.head),
+                "infembed_shard_lag": ("Changes in the log that searches do not see.", shard.head - shard.sequence),
+                "infembed_shard_stuck": ("1: a damaged log stops the shard's changes.", self._fault is not None),
+                "infembed_shard_delta": ("Documents that differ from the index version.", shard.changed),
+            }
+        )
 
     async def search_many(self, queries: Sequence[ShardQuery]) -> list[ShardAnswer | ShardRanking | Exception]:
         """As `LiveShard.search_many`."""
@@ -241,27 +279,58 @@ class ShardSearch:
             time.sleep(poll_s if self._fault is None else STUCK_POLL_S)
 
 
-class MetricsReporter:
-    """Sends a replica's metrics to the supervisor."""
+class StoreSearch:
+    """A replica that forwards searches and changes to one version in an external engine. It searches as `ShardSearch` does."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self._task: asyncio.Task[None] | None = None
+    def __init__(self, arguments: IndexArguments, number: int) -> None:
+        address = MilvusAddress.parse(arguments.index, "index", arguments.settings.store_token_env)
+        self._store = Milvus(address, arguments.settings.request_timeout_s).open(arguments.version)
+        self._threads = ThreadPoolExecutor(SEARCHES, "search")
+        self._writer = ThreadPoolExecutor(1, "write")  # Milvus Lite takes one writer at a time
 
-    def start(self) -> None:
-        """Start at the first call; call it from the replica's event loop."""
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._report())
+    async def search_many(self, queries: Sequence[ShardQuery]) -> list[ShardAnswer | Exception]:
+        """As `ShardSearch.search_many`; each request is a call to the engine."""
+        return list(await asyncio.gather(*(self._call(self._threads, self._answer, query) for query in queries)))
 
-    async def _report(self) -> None:
-        context = serve.get_replica_context()
-        replica = f"{context.app_name}/{context.deployment}/{context.replica_tag}"
-        page = RemoteDeployment.named(SUPERVISOR, APPLICATION)
-        while True:
-            # The page may be starting or restarting.
-            with contextlib.suppress(asyncio.TimeoutError, ReplicaLost):
-                await asyncio.wait_for(page("keep", replica, snapshot(self._registry)), PUSH_S)
-            await asyncio.sleep(PUSH_S)
+    async def scores_many(self, queries: Sequence[ScoreQuery]) -> list[np.ndarray]:
+        """As `ShardSearch.scores_many`; each request is a call to the engine."""
+        return list(await asyncio.gather(*(self._call(self._threads, self._store.scores, query) for query in queries)))
+
+    async def document(self, id: str) -> Document | None:
+        """Return the document with an id."""
+        hit = await self._call(self._threads, self._store.get, id)
+        return None if hit is None else Document(hit.id, hit.text, hit.metadata)
+
+    async def change(self, changes: Sequence[Change]) -> int:
+        """Apply changes; return the sequence from which searches see them."""
+        return await self._call(self._writer, self._store.change, changes)
+
+    async def ready(self) -> bool:
+        """Return whether the engine would answer."""
+        return await self._call(self._threads, self._store.ready)
+
+    async def state(self) -> ShardState:
+        """Return a state without faults: an engine that answers applies changes."""
+        return ShardState()
+
+    def _answer(self, query: ShardQuery) -> ShardAnswer | Exception:
+        try:
+            fresh = query.min_sequence > 0
+            hits, sequence = self._store.search(query.vectors, query.k, query.filter, fresh)
+            return ShardAnswer(hits, max(sequence, query.min_sequence))
+        except FilterError as error:
+            return error
+
+    async def _call(self, threads: Executor, function: Callable[..., T], *arguments: object) -> T:
+        """Call the engine in a thread; raises ReplicaLost if it does not answer, and logs why."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(threads, function, *arguments)
+        except StoreFault as fault:
+            log.error("the external engine does not answer: %s", fault)
+            with contextlib.suppress(StoreFault):
+                await loop.run_in_executor(self._threads, self._store.ready)  # a restarted engine may have to load
+            raise ReplicaLost(ENGINE_RETRY_S) from fault
 
 
 @serve.ingress()
@@ -278,28 +347,19 @@ class Ingress:
                 f"api_keys_env={settings.api_keys_env}: set where `serve` was started but not on the node of the "
                 "ingress, which would be open; set it in the environment of all nodes"
             )
-        proxy_limit = float(os.environ.get(LIMIT_VARIABLE, "inf"))
-        if settings.max_body_mib > proxy_limit:
-            raise InputError(
-                f"max_body_mib={settings.max_body_mib:g}: Serve's proxies were started with {proxy_limit:g} and keep it; "
-                f"end Serve with `serve shutdown` first, or set max_body_mib={proxy_limit:g} or less"
-            )
-        self._registry = CollectorRegistry()
-        self._reporter = MetricsReporter(self._registry)
-        self._served: Served | None = None
-        self._registry.register(ServedMetrics(lambda: self._served))
+        self._reporter = MetricsReporter(self._collect)
+        self._served: tuple[ReleaseSpec, dict[str, Release]] | None = None
         self._switching: asyncio.Task[None] | None = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         settings = self._arguments.settings
         return create_app(
-            lambda: self._now.releases[DEFAULT_COLLECTION],
-            lambda: self._now.fingerprint,
+            lambda: self._now[1],
+            lambda: self._now[0].fingerprint,
             self._keys,
-            RequestLimits(max_body_mib=settings.max_body_mib, request_timeout_s=settings.request_timeout_s),
-            registry=self._registry,
+            settings.request_timeout_s,
+            registry=self._reporter.registry,
             request_ids=settings.ha_proxy,  # Serve's own proxy adds them
-            collections=lambda: self._now.releases,
         )
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
@@ -311,21 +371,21 @@ class Ingress:
         if self._switching is not None:
             self._switching.cancel()
         spec = ReleaseSpec.model_validate(user_config)
-        new = Served.open(spec, self._arguments.settings, self._supervisor)
-        self._switching = asyncio.get_running_loop().create_task(self._switch_to(new))
+        new = open_release(spec, self._arguments.settings, self._supervisor)
+        self._switching = asyncio.get_running_loop().create_task(self._switch_to(spec, new))
         await asyncio.wait([self._switching], timeout=OPEN_TIMEOUT_S)
         if self._served is None:
             raise RuntimeError(f"{' and '.join(sorted(spec.parts))} do not answer")
 
-    async def _switch_to(self, new: Served) -> None:
-        for release in new.releases.values():
+    async def _switch_to(self, spec: ReleaseSpec, new: dict[str, Release]) -> None:
+        for release in new.values():
             # A replica without a release does not wait for the reranker: searches do without it.
             while not await release.ready(with_reranker=self._served is not None):
                 await asyncio.sleep(POLL_S)
-        if self._served is not None and (fault := await self._verdict(self._served.spec, new.spec)):
+        if self._served is not None and (fault := await self._verdict(self._served[0], spec)):
             log.error("the new release is not served: %s", fault)
             return
-        self._served = new
+        self._served = spec, new
 
     async def _verdict(self, current: ReleaseSpec, new: ReleaseSpec) -> str | None:
         """As `Supervisor.verdict`; wait for the supervisor, which may be starting."""
@@ -336,17 +396,43 @@ class Ingress:
             await asyncio.sleep(POLL_S)
 
     @property
-    def _now(self) -> Served:
+    def _now(self) -> tuple[ReleaseSpec, dict[str, Release]]:
         if self._served is None:
             raise ReplicaLost(RETRY_AFTER_S)
         return self._served
 
     async def served(self) -> tuple[ApiArguments, ReleaseSpec | None]:
         """Return the arguments of this replica and the release that it answers from; None: it has none yet."""
-        return self._arguments, self._served.spec if self._served else None
+        return self._arguments, self._served[0] if self._served else None
 
     async def changed_documents(self) -> dict[str, float]:
         """As `Release.changed_documents`, by collection."""
-        releases = self._now.releases
+        releases = self._now[1]
         changed = await asyncio.gather(*(release.changed_documents() for release in releases.values()))
         return dict(zip(releases, changed, strict=True))
+
+    def _collect(self) -> Iterator[Metric]:
+        """Yield the metrics of the current release; those of the query caches start again with a new one."""
+        if self._served is None:
+            return
+        spec, releases = self._served
+        caches = {id(release.encoder): release.encoder.query_cache for release in releases.values()}.values()
+        yield from readings(
+            {
+                "infembed_query_cache_bytes": ("Memory of cached queries.", sum(cache.bytes for cache in caches)),
+                "infembed_query_cache_hits_total": ("Queries not encoded.", sum(cache.hits for cache in caches)),
+                "infembed_query_cache_misses_total": ("Queries encoded.", sum(cache.misses for cache in caches)),
+            }
+        )
+        if stage := releases[DEFAULT_COLLECTION].reranker:  # one for all collections
+            outcomes = CounterMetricFamily(
+                "infembed_rerank_searches", "Searches to re-rank, by outcome.", labels=["outcome"]
+            )
+            for outcome in OUTCOMES:
+                outcomes.add_metric([outcome], stage.counts[outcome])
+            yield outcomes
+        labels = ["collection", "release", "application", "index_version"]
+        names = GaugeMetricFamily("infembed_collection_info", "1 for each collection.", labels=labels)
+        for name, one in spec.by_name.items():
+            names.add_metric([name, spec.fingerprint, one.index.application, one.card.index_version], 1)
+        yield names

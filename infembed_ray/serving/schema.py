@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -22,7 +19,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import to_json
 
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.serving.explaining import (
@@ -40,18 +36,10 @@ MAX_CHARACTERS = 100_000
 """Characters of one text. The encoder truncates longer inputs than it reads, as it did when the index was built."""
 MAX_INPUTS = 2048
 """Inputs of one embeddings request; OpenAI's limit."""
-MAX_TOKENS = 32_768
-"""Ids of one token array."""
-MAX_QUERIES = 64
-"""Queries of one search."""
 MAX_TOP_K = 1000
-MAX_HITS = 10_000
-"""Hits of one search, over all its queries."""
 MAX_DOCUMENTS = 1000
 """Documents of one put or delete request."""
 MAX_ID_CHARACTERS = 1000
-MAX_SUGGESTIONS = 12
-"""Example searches of the playground; every answer of `GET /v1/models` carries them."""
 
 
 def _not_blank(text: str) -> str:
@@ -65,62 +53,22 @@ ModelName = Annotated[StrictStr, Field(max_length=1000)]
 Instruction = Annotated[StrictStr, Field(max_length=MAX_CHARACTERS)]
 
 
-OneOrMoreInstructions = Annotated[
-    Annotated[Instruction, Tag("instruction")]
-    | Annotated[list[Instruction | None], Field(max_length=MAX_QUERIES), Tag("instructions")],
-    Discriminator(lambda value: "instructions" if isinstance(value, list) else "instruction"),
-]
-
-
-def _query_shape(value: Any) -> str:
-    return "queries" if isinstance(value, list) else "query"
-
-
-OneOrMoreQueries = Annotated[
-    Annotated[Text, Tag("query")] | Annotated[list[Text], Field(min_length=1, max_length=MAX_QUERIES), Tag("queries")],
-    Discriminator(_query_shape),
-]
-
-
 class RequestBody(BaseModel):
     """A request body. Unknown fields are rejected: a misspelt `instruction` must not pass as a plain query."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
-Tokens = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1, max_length=MAX_TOKENS)]
-
-
-def _input_shape(value: Any) -> str | None:
-    """Return which of the four forms of `input` a value has, so that its errors are reported for that form only."""
-    if isinstance(value, str):
-        return "text"
-    if not isinstance(value, list):
-        return None
-    first = value[0] if value else ""
-    return {str: "texts", int: "tokens", list: "token arrays"}.get(type(first))
-
-
-Input = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS), Tag("texts")]
-    | Annotated[Tokens, Tag("tokens")]
-    | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_INPUTS), Tag("token arrays")],
-    Discriminator(
-        _input_shape,
-        custom_error_type="input_shape",
-        custom_error_message="give a text, a list of texts, an array of token ids, or a list of such arrays",
-    ),
+OneOrMoreTexts = Annotated[
+    Annotated[Text, Tag("text")] | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS), Tag("texts")],
+    Discriminator(lambda value: "texts" if isinstance(value, list) else "text"),
 ]
 
 
 class EmbeddingsRequest(RequestBody):
     """OpenAI's embeddings request. `user` is accepted and ignored."""
 
-    input: Input = Field(
-        description="one text, up to 2,048 texts, or token ids of the served model's own tokenizer (one array or "
-        "several), which are decoded to text first"
-    )
+    input: OneOrMoreTexts = Field(description=f"one text, or up to {MAX_INPUTS:,}; no token ids")
     model: ModelName | None = Field(None, description="if given, must be the served model's name (GET /v1/models)")
     encoding_format: Literal["float", "base64"] = Field(
         "float", description="a list of numbers, or little-endian float32 in base64"
@@ -142,17 +90,14 @@ class EmbeddingsRequest(RequestBody):
             raise ValueError("an instruction applies to queries: remove it, or set input_type to query")
         return self
 
-    def inputs(self) -> list[str] | list[list[int]]:
-        """Return all inputs as a list of texts or of token arrays."""
-        if isinstance(self.input, str):
-            return [self.input]
-        if isinstance(self.input[0], int):
-            return [self.input]
-        return self.input
+    def texts(self) -> tuple[list[str], list[str | None] | None]:
+        """Return the texts and the instruction of each query; None for passages.
 
-    def kind(self) -> InputType:
-        """Return the type of the inputs; passage by default, because OpenAI clients mostly embed corpora."""
-        return self.input_type or ("query" if self.instruction else "passage")
+        Passages are the default, because OpenAI clients mostly embed corpora.
+        """
+        texts = [self.input] if isinstance(self.input, str) else self.input
+        kind = self.input_type or ("query" if self.instruction else "passage")
+        return texts, None if kind == "passage" else [self.instruction] * len(texts)
 
 
 class Usage(BaseModel):
@@ -178,31 +123,6 @@ class EmbeddingsResponse(BaseModel):
     model: str
     usage: Usage
 
-    @staticmethod
-    def json_of(vectors: np.ndarray, tokens: int, model: str, request: EmbeddingsRequest) -> Iterator[bytes]:
-        """Yield the JSON of a response, one vector per piece.
-
-        A response can hold millions of numbers. It is serialised without a pydantic model, and the event loop can answer
-        other requests between two pieces.
-
-        Args:
-            vectors: (inputs, d) unit vectors; truncated and normalised again if the request asks for fewer dimensions.
-            tokens: number of tokens of all inputs.
-            model: name of the model.
-            request: the request.
-        """
-        if request.dimensions is not None:
-            vectors = vectors[:, : request.dimensions]
-            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-        yield b'{"object":"list","data":['
-        for i, vector in enumerate(vectors.astype("<f4")):
-            if request.encoding_format == "base64":
-                embedding = b'"%s"' % base64.b64encode(vector)
-            else:
-                embedding = to_json(vector.tolist())
-            yield b'%s{"object":"embedding","index":%d,"embedding":%s}' % (b"," if i else b"", i, embedding)
-        yield b'],"model":%s,"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (to_json(model), tokens, tokens)
-
 
 Filter = Annotated[
     dict[str, Any],
@@ -221,22 +141,17 @@ Filter = Annotated[
 
 
 class SearchRequest(RequestBody):
-    """A query under an instruction, or several queries."""
+    """A query under an instruction."""
 
-    query: OneOrMoreQueries = Field(description=f"one query, or up to {MAX_QUERIES}")
-    instruction: OneOrMoreInstructions | None = Field(
-        None,
-        description="what a relevant passage must satisfy besides the query's topic; one for all queries, or one per query",
+    query: Text
+    instruction: Instruction | None = Field(
+        None, description="what a relevant passage must satisfy besides the query's topic"
     )
-    top_k: Annotated[StrictInt, Field(ge=1, le=MAX_TOP_K)] = Field(10, description="largest number of hits per query")
+    top_k: Annotated[StrictInt, Field(ge=1, le=MAX_TOP_K)] = Field(10, description="largest number of hits")
     filter: Filter | None = Field(
         None,
         description="conditions on metadata fields (GET /v1/models lists them); every hit satisfies all of them",
         examples=[{"year": {"gte": 2020, "lt": 2024}, "language": {"in": ["en", "de"]}, "draft": False}],
-    )
-    allow_partial: StrictBool = Field(
-        False,
-        description="answer even if some shards of the index do not, and list the missing ones; false: 503 in that case",
     )
     min_sequence: Annotated[StrictInt, Field(ge=0)] = Field(
         0,
@@ -254,7 +169,7 @@ class SearchRequest(RequestBody):
     )
     explain: StrictBool = Field(
         False,
-        description="say what the instruction did to each hit, and which of its phrases did it; for one query under an "
+        description="say what the instruction did to each hit, and which of its phrases did it; for an "
         f"instruction of up to {MAX_EXPLAINED_CHARACTERS} characters, with a top_k of up to {MAX_EXPLAINED_HITS}",
     )
     rerank: StrictBool | None = Field(
@@ -267,29 +182,9 @@ class SearchRequest(RequestBody):
     @classmethod
     def _can_be_explained(cls, explain: bool, info: ValidationInfo) -> bool:
         valid = info.data
-        if explain and {"query", "instruction", "top_k"} <= valid.keys():
-            require_explainable(valid["query"], valid["instruction"], valid["top_k"])
+        if explain and {"instruction", "top_k"} <= valid.keys():
+            require_explainable(valid["instruction"], valid["top_k"])
         return explain
-
-    @model_validator(mode="after")
-    def _as_many_instructions_as_queries(self) -> SearchRequest:
-        queries = len(self.queries())
-        if isinstance(self.instruction, list) and len(self.instruction) != queries:
-            raise ValueError(
-                f"instruction: {len(self.instruction)} instructions for {queries} queries; send one, or one per query"
-            )
-        if queries * self.top_k > MAX_HITS:
-            raise ValueError(f"top_k: {queries} queries x {self.top_k} hits exceed {MAX_HITS}; ask for fewer")
-        return self
-
-    def queries(self) -> list[str]:
-        """Return all queries as a list."""
-        return [self.query] if isinstance(self.query, str) else self.query
-
-    def instructions(self) -> list[str | None]:
-        """Return the instruction of every query; None for an empty one."""
-        given = self.instruction if isinstance(self.instruction, list) else [self.instruction] * len(self.queries())
-        return [instruction or None for instruction in given]
 
 
 class SearchHit(BaseModel):
@@ -313,36 +208,17 @@ class Timings(BaseModel):
     rerank_ms: float | None = Field(None, description="null: not asked to re-rank")
 
 
-class SearchAnswer(BaseModel):
-    """Fields common to both search responses; all hits come from one model and one index version."""
+class SearchResponse(BaseModel):
+    """The answer to a search: its hits, best first, all from one model and one index version."""
 
     object: Literal["search_results"] = "search_results"
     index_version: str
     sequence: int = Field(description="sequence number of the last change that the answer reflects; 0: no changes yet")
     model: str
     timings: Timings
-    partial: bool = Field(False, description="true: some shards did not answer, so hits may be missing")
-    missing_shards: list[str] = []
+    hits: list[SearchHit]
     notes: list[str] = Field([], description="what the answer lacks that was asked for, and why, a sentence each")
     explanation: Explanation | None = Field(None, description="of the hits, if `explain` asked for it")
-
-
-class SearchResponse(SearchAnswer):
-    """The answer to one query: its hits, best first."""
-
-    hits: list[SearchHit]
-
-
-class SearchResult(BaseModel):
-    """Hits of one of several queries, best first."""
-
-    hits: list[SearchHit]
-
-
-class SearchManyResponse(SearchAnswer):
-    """The answer to a list of queries: the hits of each, in the order of the queries."""
-
-    results: list[SearchResult]
 
 
 Id = Annotated[StrictStr, Field(min_length=1, max_length=MAX_ID_CHARACTERS)]
@@ -410,13 +286,6 @@ class DocumentResponse(BaseModel):
     metadata: dict[str, Metadata]
 
 
-class Suggestion(RequestBody):
-    """An example search of the playground."""
-
-    query: Text
-    instruction: Text
-
-
 class Model(BaseModel):
     """The served model and the index it searches."""
 
@@ -430,12 +299,10 @@ class Model(BaseModel):
     encoder: str = Field(description="fingerprint of the encoder")
     index_version: str
     passages: int = Field(description="number of passages in that version, without later changes")
-    vocabulary: int = Field(description="size of the vocabulary: token ids are smaller")
     metadata: dict[str, FieldType] = Field({}, description="metadata field that searches can filter by -> type")
     writable: bool = Field(False, description="whether documents can be put and deleted")
     lexical: bool = Field(False, description="whether the index has words, for searches with `hybrid`")
     reranker: str | None = Field(None, description="model that re-ranks the first hits; null: none")
-    suggestions: list[Suggestion] = Field([], description="example searches of this index, for the playground")
 
 
 NO_WORDS = "this index has no lexical index; build it again with `infembed index lexical=true` (FAISS shards only), or leave out hybrid"

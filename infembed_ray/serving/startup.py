@@ -15,26 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
-import psutil
-
-from infembed_ray.ray_compat import REPLICA_MODULE, REPLICA_TITLE, UNUSED_BY_REPLICAS
+from infembed_ray.ray_compat import REPLICA_MODULE, UNUSED_BY_REPLICAS
 
 T = TypeVar("T")
 
-REPLICA = f"{REPLICA_TITLE}infembed"
-"""Beginning of the process title of this package's replicas."""
 MODULES = (REPLICA_MODULE, "infembed_ray.serving.replicas")
-ENCODER_MODULES = (*MODULES, "infembed_ray.serving.encoder.engine")
-RERANKER_MODULES = (*MODULES, "infembed_ray.serving.reranking.replica", "infembed_ray.modeling.late_interaction")
+MODEL_MODULES = (*MODULES, "infembed_ray.modeling.encoder")
 
 
 def in_background(function: Callable[[], T]) -> T:
-    """Return the result of a function. If a replica of this package runs on this machine, call it at a low priority.
-
-    Threads that the function starts then keep that priority.
-    """
-    if not _replica_here():
-        return function()
+    """Return the result of a function, called at a low priority. Threads that it starts keep that priority."""
     with ThreadPoolExecutor(1, "start-up", initializer=lower_priority) as thread:
         return thread.submit(function).result()
 
@@ -50,14 +40,9 @@ def import_modules() -> None:
     _import(MODULES)
 
 
-def import_encoder_modules() -> None:
-    """Import the modules of an encoder replica."""
-    _import(ENCODER_MODULES)
-
-
-def import_reranker_modules() -> None:
-    """Import the modules of a reranker replica."""
-    _import(RERANKER_MODULES)
+def import_model_modules() -> None:
+    """Import the modules of a replica with a model."""
+    _import(MODEL_MODULES)
 
 
 def _import(modules: tuple[str, ...]) -> None:
@@ -67,11 +52,3 @@ def _import(modules: tuple[str, ...]) -> None:
         in_background(lambda: [importlib.import_module(module) for module in modules])
     if sys.modules[UNUSED_BY_REPLICAS] is None:
         del sys.modules[UNUSED_BY_REPLICAS]
-
-
-def _replica_here() -> bool:
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, IndexError):
-            if process.cmdline()[0].startswith(REPLICA) and process.pid != os.getpid():
-                return True
-    return False

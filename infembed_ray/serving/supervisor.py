@@ -1,9 +1,7 @@
 """The API as a Serve application, its supervisor, and the replacement of one release by another (blue/green).
 
-`infembed` is the HTTP API. Its `user_config` is the release that it answers from, so a new release does not restart it. The
-supervisor is a deployment of that application with one replica. It does for an API what must go on without the command
-that started it: the metrics page, the verdict on a new release, and automatic compaction. So `infembed serve`,
-`serve deploy` and a RayService behave alike.
+The supervisor is a deployment with one replica for what must go on without the command that started the API: the metrics page,
+the verdict on a new release, and automatic compaction. So `infembed serve`, `serve deploy` and a RayService behave alike.
 """
 
 from __future__ import annotations
@@ -14,20 +12,19 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import ray
 from prometheus_client import Metric
 from ray import serve
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatus, LoggingConfig
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 
 from infembed_ray import ray_compat
 from infembed_ray.config.retrieval import CompactSettings
-from infembed_ray.errors import StartError, in_one_line, quoted_input_error
+from infembed_ray.config.serving import DEFAULT_COLLECTION
+from infembed_ray.errors import InputError, StartError, in_one_line, quoted_input_error
 from infembed_ray.progress import counted, say
 from infembed_ray.ray_failures import memory_report
-from infembed_ray.retrieval.answers import ShardQuery
+from infembed_ray.retrieval.index import Index
 from infembed_ray.serving import startup
-from infembed_ray.serving.compaction import AutoCompaction
 from infembed_ray.serving.deployments import (
     encoder_application,
     environment,
@@ -42,10 +39,8 @@ from infembed_ray.serving.plan import LOGGING
 from infembed_ray.serving.probes import probe, worse_rankings
 from infembed_ray.serving.release import (
     APPLICATION,
-    ENCODER,
     INGRESS,
     INGRESS_CPUS,
-    RERANKER,
     SUPERVISOR,
     ApiArguments,
     Arguments,
@@ -55,9 +50,10 @@ from infembed_ray.serving.release import (
     RerankerArguments,
 )
 from infembed_ray.serving.replicas import Ingress
+from infembed_ray.serving.routing.blue_green import open_release
 from infembed_ray.serving.routing.remote import RemoteDeployment
-from infembed_ray.serving.served import Served
-from infembed_ray.serving.service import Query
+from infembed_ray.storage.places import address, place_of
+from infembed_ray.storage.steps import find_input
 
 START_TIMEOUT_S = 600.0
 """Time for replicas to start: a large model is read and warmed up, and a node may have to be added first."""
@@ -65,12 +61,15 @@ READY_TIMEOUT_S = 120.0
 """Time for started replicas to answer."""
 LOOK_S = 10.0
 """Seconds between two counts of the changed documents."""
+COMPACTION_RETRY_S = 600.0
+"""Seconds until the next attempt to compact a collection after one that failed."""
+KEPT_VERSIONS = 2
+"""Versions of an index that a compaction leaves: the one that was served until then, and the next."""
 POLL_S = 0.5
 MAX_POLL_S = 5.0
 """Least and most seconds between two status queries to Serve's controller; each costs it work."""
 PROGRESS_S = 10.0
 """Seconds between two lines about a starting application."""
-CHECK_QUERY = "Is anybody there?"
 BUILDERS: dict[type[Arguments], Callable[[Any], serve.Application]] = {
     EncoderArguments: encoder_application,
     IndexArguments: index_application,
@@ -83,12 +82,12 @@ log = logging.getLogger(__name__)
 # ------------------------------------------------------------------------------------------------- the application
 
 
-def api_application(arguments: ApiArguments | Mapping[str, Any]) -> serve.Application:
-    """Build the API without a release; the config file sets its `user_config`."""
+def api_application(arguments: Mapping[str, Any]) -> serve.Application:
+    """Build the API of `serve deploy`, whose config file sets the `user_config`."""
     return api_over(ApiArguments.model_validate(arguments), None)
 
 
-def api_over(arguments: ApiArguments, spec: ReleaseSpec | None) -> serve.Application:
+def api_over(arguments: ApiArguments, release: ReleaseSpec | None) -> serve.Application:
     """Build the API over a release."""
     settings = arguments.settings
     supervisor = serve.deployment(
@@ -106,7 +105,7 @@ def api_over(arguments: ApiArguments, spec: ReleaseSpec | None) -> serve.Applica
                 "env_vars": ray_compat.SINGLE_EVENT_LOOP | environment(startup.import_modules, INGRESS_CPUS)
             },
         },
-        user_config=spec and spec.model_dump(mode="json"),
+        user_config=release and release.model_dump(mode="json"),
         max_surge_percent=100,  # old replicas serve until the new ones do, which needs room for one more
         max_replicas_per_node=spread(settings.ingress_replicas, room=settings.ingress_replicas + 1, CPU=INGRESS_CPUS),
         **replicas_of(settings.ingress_replicas),
@@ -125,9 +124,7 @@ class Supervisor:
         self._page = MetricsPage()
         self._ingress = RemoteDeployment.named(INGRESS, APPLICATION)
         self._verdicts: dict[tuple[str, str], asyncio.Future[str | None]] = {}
-        self._compaction = AutoCompaction(
-            arguments.settings.compact_at, self._served, self._changed, self._compact, self._replace
-        )
+        self._not_before: dict[str, float] = {}  # collection -> time of its next attempt, after a failed compaction
         self._watch: asyncio.Task[None] | None = None
 
     async def keep(self, replica: str, metrics: list[Metric]) -> None:
@@ -137,7 +134,7 @@ class Supervisor:
             self._watch = asyncio.get_running_loop().create_task(self._compact_when_due())
 
     async def metrics(self) -> bytes:
-        """As `Service.metrics`."""
+        """Return the metrics of all replicas in Prometheus text format."""
         return self._page.text()
 
     async def verdict(self, current: ReleaseSpec, new: ReleaseSpec) -> str | None:
@@ -164,8 +161,8 @@ class Supervisor:
         assert new.probes is not None
         figures = []
         for spec in (current, new):
-            opened = Served.open(spec, self._arguments.settings, self._ingress)
-            figures.append(await probe(next(iter(opened.releases.values())).search, new.probes.probes))
+            opened = open_release(spec, self._arguments.settings, self._ingress)
+            figures.append(await probe(opened[DEFAULT_COLLECTION].search, new.probes.probes))
         before, after = figures
         queries = counted(len(new.probes.probes), "probe")
         log.warning("nDCG@10 on %s: %.1f, of the current release %.1f", queries, after.ndcg, before.ndcg)
@@ -177,26 +174,55 @@ class Supervisor:
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                await self._compaction.look()
+                await self.compact_if_due()
             except Exception as error:  # any: the ingress may be restarting
                 log.warning("changed documents are not counted: %s", in_one_line(error))
+
+    async def compact_if_due(self) -> None:
+        """Compact the collection with the most changes, if `compact_at` says so, and switch; log a failure.
+
+        The API goes on meanwhile. A release that another command has switched to is left alone.
+        """
+        due_at = self._arguments.settings.compact_at
+        if due_at is None or (release := await self._served()) is None:
+            return
+        now = time.monotonic()
+        counts: Mapping[str, float] = await self._ingress("changed_documents")
+        due = [name for name, n in counts.items() if n >= due_at and now >= self._not_before.get(name, 0.0)]
+        if not due:
+            return
+        name = max(due, key=counts.__getitem__)
+        label = "the index" if name == DEFAULT_COLLECTION else f"the collection {name}"
+        log.warning("%.0f documents per shard of %s have changed: compacting it", counts[name], label)
+        try:
+            await self._compact_collection(release, name)
+        except Exception as error:  # any: the API goes on as it is
+            self._not_before[name] = time.monotonic() + COMPACTION_RETRY_S
+            reason = str(error) if isinstance(error, InputError) else in_one_line(error)
+            log.error("%s is not compacted (%s); next attempt in %.0f s", label, reason, COMPACTION_RETRY_S)
+
+    async def _compact_collection(self, release: ReleaseSpec, name: str) -> None:
+        index = release.collections[name].index
+        place = place_of(index.index)
+        latest = find_input(address(place.parent), "index")
+        if latest.name != place.name:  # publishing the next version would replace it
+            fault = f"{latest.name} is the latest version"
+            raise InputError.of("index", index.index, fault, "run `infembed serve` to switch to it")
+        kept = KEPT_VERSIONS if release.command else None
+        cpus = index.settings.cpus_per_shard
+        settings = CompactSettings(index=index.index, cpus_per_shard=cpus, keep_versions=kept)
+        published = await compact_index.remote(settings)
+        served = await self._served()
+        if served is None or served.fingerprint != release.fingerprint:
+            raise InputError.of("index", index.index, "another release is served meanwhile")
+        new = successor(release, name, published)
+        await asyncio.to_thread(roll_out, self._arguments, new, (self._arguments, release))
+        log.warning("switched: every answer now comes from %s", new.versions)
 
     async def _served(self) -> ReleaseSpec | None:
         _, spec = await self._ingress("served")
         release: ReleaseSpec | None = spec
         return release
-
-    async def _changed(self) -> Mapping[str, float]:
-        counts: Mapping[str, float] = await self._ingress("changed_documents")
-        return counts
-
-    async def _compact(self, settings: CompactSettings) -> str:
-        place: str = await compact_index.remote(settings)
-        return place
-
-    async def _replace(self, current: ReleaseSpec, new: ReleaseSpec) -> None:
-        await asyncio.to_thread(roll_out, self._arguments, new, (self._arguments, current))
-        log.warning("switched: every answer now comes from %s", new.versions)
 
 
 @ray.remote(num_cpus=0, max_retries=0)
@@ -206,6 +232,22 @@ def compact_index(settings: CompactSettings) -> str:
 
     startup.lower_priority()
     return compact(settings).address
+
+
+def successor(release: ReleaseSpec, collection: str, place: str) -> ReleaseSpec:
+    """Return a release with another version of one collection's index, which the same encoder built."""
+    index, before = Index.describe(place), release.collections[collection]
+    arguments = before.index.model_copy(update={"index": address(index.path), "version": index.version})
+    card = before.card.model_copy(update={"index_version": index.version, "passages": index.facts.passages})
+    after = before.model_copy(
+        update={
+            "index": arguments,
+            "shards": tuple(shard.name for shard in index.facts.shards),
+            "changes": address(index.changes),
+            "card": card,
+        }
+    )
+    return release.model_copy(update={"collections": {**release.collections, collection: after}})
 
 
 # -------------------------------------------------------------------------------------------- one release for another
@@ -218,7 +260,7 @@ Deployed = tuple[ApiArguments, ReleaseSpec]
 def roll_out(
     arguments: ApiArguments, new: ReleaseSpec, current: Deployed | None, timeout_s: float = START_TIMEOUT_S
 ) -> None:
-    """Start the parts of a release that do not run, check them, and switch the API to it; then delete what is unused.
+    """Start the parts of a release that do not run, and switch the API to it once it answers; then delete what is unused.
 
     Args:
         arguments: of the API.
@@ -231,59 +273,30 @@ def roll_out(
         StartError: a part did not start or does not answer, the new release is worse on its probes, or another command
             has switched the API meanwhile. The current release serves on.
     """
-    missing = set(new.parts) - running_applications()
+    running = {n for n, state in serve.status().applications.items() if state.status == ApplicationStatus.RUNNING}
+    missing = {name: arguments for name, arguments in new.parts.items() if name not in running}
     try:
-        start_parts(new, missing, timeout_s)
-        check_with_query(new, arguments.settings.request_timeout_s, timeout_s)
+        for name, part in missing.items():
+            application = BUILDERS[type(part)](part)
+            ray_compat.start_application(application, name, None, LoggingConfig(**LOGGING))
+        for name in missing:
+            wait_until_running(name, timeout_s)
         if current is not None:
-            _require_better(current[1], new)
-            _require_unswitched(current[1])
+            supervisor = serve.get_deployment_handle(SUPERVISOR, app_name=APPLICATION)
+            if fault := supervisor.verdict.remote(current[1], new).result():
+                raise StartError(f"the new release is not served, {current[1].versions} serves on: {fault}")
+            if (served := served_release()) is None or served[1].fingerprint != current[1].fingerprint:
+                raise StartError(
+                    "another command has switched the API meanwhile; it stays as it is: run this command again"
+                )
         switch_to(arguments, new)
-        _wait_until_answered_from(new)
+        _wait_until_served(new, 2 * arguments.settings.ingress_replicas)
     except BaseException:
         if current is not None:
-            _roll_back(new, current, missing)
+            _roll_back(new, current, set(missing))
         raise
     if current is not None:
         _delete_after_drain(set(current[1].parts) - set(new.parts), arguments.settings.request_timeout_s)
-
-
-def start_parts(release: ReleaseSpec, missing: set[str], timeout_s: float) -> None:
-    """Start the missing parts of a release, and wait until they run."""
-    names = [name for name in release.parts if name in missing]
-    for name in names:
-        arguments = release.parts[name]
-        application = BUILDERS[type(arguments)](arguments)
-        ray_compat.start_application(application, name, None, LoggingConfig(**LOGGING))
-    for name in names:
-        wait_until_running(name, timeout_s)
-
-
-def check_with_query(release: ReleaseSpec, request_timeout_s: float, timeout_s: float = READY_TIMEOUT_S) -> None:
-    """Send a query through every part of a release; StartError if one does not answer."""
-
-    def answer(application: str, deployment: str, method: str, *arguments: Any) -> Any:
-        handle = serve.get_deployment_handle(deployment, app_name=application).options(method_name=method)
-        try:
-            answer = handle.remote(*arguments).result(timeout_s=timeout_s)
-            first = answer[0]
-            if isinstance(first, BaseException):
-                raise first
-        except Exception as error:
-            raise StartError(f"{application}: {deployment} does not answer: {in_one_line(error)}") from error
-        return first
-
-    vectors: dict[str, np.ndarray] = {
-        name: answer(name, ENCODER, "embed_many", [[Query(CHECK_QUERY)]], request_timeout_s).vectors
-        for name in release.encoders
-    }
-    for spec in release.by_name.values():
-        for shard in spec.shards:
-            query = ShardQuery(vectors[spec.encoder.application], 1)
-            answer(spec.index.application, shard, "search_many", [query])
-    if release.reranker:
-        pairs = [(CHECK_QUERY, None, [CHECK_QUERY])]
-        answer(release.reranker.application, RERANKER, "score_many", pairs, request_timeout_s)
 
 
 def switch_to(arguments: ApiArguments, release: ReleaseSpec | None) -> None:
@@ -302,27 +315,14 @@ def served_release() -> Deployed | None:
     return spec and (arguments, spec)
 
 
-def running_applications() -> set[str]:
-    """Return the names of the applications that run."""
-    applications = serve.status().applications
-    return {name for name, state in applications.items() if state.status == ApplicationStatus.RUNNING}
-
-
-def _require_better(current: ReleaseSpec, new: ReleaseSpec) -> None:
-    supervisor = serve.get_deployment_handle(SUPERVISOR, app_name=APPLICATION)
-    if fault := supervisor.verdict.remote(current, new).result():
-        raise StartError(f"the new release is not served, {current.versions} serves on: {fault}")
-
-
-def _require_unswitched(current: ReleaseSpec) -> None:
-    """StartError if another command has switched the API while this one tried its release."""
-    if (served := served_release()) is None or served[1].fingerprint != current.fingerprint:
-        raise StartError("another command has switched the API meanwhile; it stays as it is: run this command again")
-
-
-def _wait_until_answered_from(release: ReleaseSpec) -> None:
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while (served := served_release()) is None or served[1].fingerprint != release.fingerprint:
+def _wait_until_served(release: ReleaseSpec, times: int) -> None:
+    """Wait until the API answers from a release several times in a row: Serve picks an ingress replica at random."""
+    deadline, in_a_row = time.monotonic() + READY_TIMEOUT_S, 0
+    while in_a_row < times:
+        if (served := served_release()) is not None and served[1].fingerprint == release.fingerprint:
+            in_a_row += 1
+            continue
+        in_a_row = 0
         if time.monotonic() > deadline:
             raise StartError(f"the API did not switch to {release.versions} within {READY_TIMEOUT_S:.0f} s")
         time.sleep(POLL_S)
@@ -366,7 +366,8 @@ def wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:
         if failed or time.monotonic() > deadline:
             raise _start_failure(name, application)
         if time.monotonic() > progress_at:
-            say(f"serve: waiting for {name}: {_pending(application)}")
+            states = [f"{part}: {' '.join(state.message.split())}" for part, state in application.deployments.items()]
+            say(f"serve: waiting for {name}: {'; '.join(states) or application.message}")
             progress_at = time.monotonic() + PROGRESS_S
         # A status costs 0.1 s of CPU, which the replicas need on a small machine: poll every 5 % of the time waited so far.
         time.sleep(min(max(POLL_S, (time.monotonic() - started) / 20), MAX_POLL_S))
@@ -379,16 +380,3 @@ def _start_failure(name: str, application: ApplicationStatusOverview) -> Excepti
         return mistake
     reasons = [memory_report(message) or message.strip().splitlines()[-1] for message in messages]
     return StartError(f"{name} did not start: {'; '.join(reasons) or application.message}")
-
-
-def _pending(application: ApplicationStatusOverview) -> str:
-    """Return which deployments of an application have not started, and what resources the cluster has left."""
-    pending = [
-        f"{name} ({', '.join(f'{count} {state.lower()}' for state, count in deployment.replica_states.items())})"
-        + (f": {' '.join(deployment.message.split())}" if deployment.message else "")
-        for name, deployment in application.deployments.items()
-        if deployment.status != DeploymentStatus.HEALTHY
-    ]
-    total, free = ray.cluster_resources(), ray.available_resources()
-    left = [f"{free.get(name, 0.0):g} of {total[name]:g} {name}" for name in ("CPU", "GPU") if name in total]
-    return f"{'; '.join(pending) or application.message}; free: {', '.join(left)}"

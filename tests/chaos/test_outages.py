@@ -6,9 +6,7 @@ import json
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -83,43 +81,6 @@ def test_a_server_that_is_killed_in_mid_run_stops_the_command_and_the_same_comma
     # A kill closes connections with answers in them: those had not arrived.
     assert sum((first & second).values()) <= 32
     assert len(first) >= 200
-
-
-def test_a_key_that_is_used_up_in_mid_run_stops_it_and_the_same_command_resumes(
-    ray_cluster: None, seeds: Path, tmp_path: Path
-) -> None:
-    with stand_in(breaks_after=200, breaks="key_limit") as server:
-        with pytest.raises(
-            InputError, match=r"HTTP 403: Key limit exceeded \(monthly\).*raise the key's limit"
-        ) as stopped:
-            run(settings(seeds, tmp_path, server, limit=SEEDS))
-        first = server.usable_answers()
-    assert "\n" not in str(stopped.value)
-    assert "are left undone and nothing is published" in str(stopped.value)
-    assert not (tmp_path / "latest").exists()
-    with stand_in() as back:
-        published = run(settings(seeds, tmp_path, back, limit=SEEDS))
-        second = back.usable_answers()
-    assert ended(published.manifest["counts"]) == SEEDS
-    assert published.manifest["counts"]["dead_letter"] == 0
-    assert published.manifest["counts"]["replayed"] == len(first) >= 200
-    assert not first & second
-
-
-def test_an_outage_shorter_than_the_patience_is_survived(ray_cluster: None, seeds: Path, tmp_path: Path) -> None:
-    with stand_in_process(latency_s=0.02) as server:
-        port = int(server.url.split(":")[2].split("/")[0])
-        given = settings(seeds, tmp_path, server, limit=SEEDS, endpoint={"patience_s": 60, "max_retries": 1})
-        published: list[Any] = []
-        thread = threading.Thread(target=lambda: published.append(run(given)))
-        thread.start()
-        wait_until(lambda: server.answers() >= 150)
-        assert server.kill is not None
-        server.kill()
-        thread.join(5)  # all retries of the requests in flight fail
-        with stand_in_process(port=port):
-            thread.join(90)
-    assert published[0].manifest["counts"]["dead_letter"] == 0
 
 
 def test_too_many_dead_letters_publish_nothing_until_the_share_is_raised(

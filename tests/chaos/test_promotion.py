@@ -68,8 +68,8 @@ def test_only_a_release_that_passes_gate_and_probes_is_promoted_and_no_search_is
 
     def pipeline(model: str, corpus: str, **stages: dict[str, Any]) -> str:
         """Run a pipeline into the same output; return the index of its latest release."""
-        serve = {"port": int(api.rsplit(":")[-1]), "wait": False, "runtime": "torch", "dtype": "float32"}
-        serve |= {"model_name": "minilm", "request_timeout_s": 8}
+        serve = {"port": int(api.rsplit(":")[-1]), "wait": False, "dtype": "float32"}
+        serve |= {"request_timeout_s": 8}
         index = {"model": model, "corpus": corpora[corpus], "shards": 1}
         given = {"output": str(tmp_path / "out"), "index": index, "serve": serve | stages.pop("serve", {})} | stages
         run(PipelineSettings.from_mapping(given))

@@ -120,8 +120,8 @@ def test_the_api_answers_without_its_head_and_a_new_head_goes_on(
 ) -> None:
     index = publish_index(shared / "index", minilm, PASSAGES)
     config = shared / "serve.yaml"
-    overrides = [f"index={index}", f"port={free_port()}", f"config_file={config}", "runtime=torch", "dtype=float32"]
-    assert main(["serve", *overrides, "ingress_replicas=2", "model_name=minilm"]) == 0
+    overrides = [f"index={index}", f"port={free_port()}", f"config_file={config}", "dtype=float32"]
+    assert main(["serve", *overrides, "ingress_replicas=2"]) == 0
     deploy = [str(RAY.with_name("serve")), "deploy", "--address", nodes.address, str(config)]
     subprocess.run(deploy, env=nodes.environment, check=True, timeout=120)
     wait_until(lambda: applications(nodes) == {"RUNNING"}, seconds=300, poll_s=1)

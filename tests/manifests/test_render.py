@@ -138,8 +138,9 @@ def test_mistakes_are_found_before_anything_is_written(tmp_path: Path, override:
 
 
 def test_a_reranker_needs_room_too() -> None:
-    rerank = RerankSettings(kind="late_interaction", replicas=3, cpus=2, gpus=1)
-    demands = list(render._demands("serve", ServeSettings(index="i", rerank=rerank)))
+    rerank = RerankSettings(kind="late_interaction", replicas=3)
+    served = ServeSettings(index="i", rerank=rerank, cpus_per_encoder=2, gpus_per_encoder=1)
+    demands = list(render._demands("serve", served))
     assert demands[-1] == ("rerank.replicas", 3, {"CPU": 2, "GPU": 1})
     assert not [name for name, _, _ in render._demands("serve", ServeSettings(index="i")) if "rerank" in name]
 
@@ -160,7 +161,7 @@ def test_the_api_is_a_service_of_the_served_index(tmp_path: Path, minilm: str, m
     for index in (*indexes, indexes[1]):
         file = tmp_path / "jobs" / "configs" / "serve.yaml"
         file.parent.mkdir(exist_ok=True, parents=True)
-        rerank = "{kind: late_interaction, cpus: 0.5}"
+        rerank = "{kind: late_interaction}"
         file.write_text(f"{{index: {index}, host: 127.0.0.1, encoder_replicas: 2, rerank: {rerank}}}")
         run(settings(tmp_path / "out", "stages={serve: {cpu: 2-8}}"))
         (service,) = kubernetes.documents((tmp_path / "out" / "rayservice.yaml").read_text(encoding="utf-8"))

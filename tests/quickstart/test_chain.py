@@ -17,7 +17,6 @@ import pytest
 
 from infembed_ray.cli.main import main
 from infembed_ray.quickstart import chain
-from infembed_ray.serving.plan import read_suggestions
 from infembed_ray.storage.steps import resolve
 from tests.support.files import read_jsonl
 from tests.support.ports import free_port
@@ -120,10 +119,7 @@ def test_quickstart_prints_what_the_readme_shows_and_a_second_run_has_nothing_to
     sample_prints_as_in_the_readme()
 
     ending = chain.ending(ROOT, ROOT / "report.html", port)
-    assert f"infembed serve index=runs/quickstart/index port={port} \\\n    suggestions=runs/quickstart/sug" in ending
-    suggested = read_suggestions(str(ROOT / chain.SUGGESTIONS))
-    assert [(s.query, s.instruction) for s in suggested[:2]] == [(chain.QUERY, i) for i in chain.INSTRUCTIONS.values()]
-    assert len({s.query for s in suggested}) == 5  # the example query, and one of each held-out topic
+    assert f"infembed serve index=runs/quickstart/index port={port}" in ending
     assert set(re.findall(r"localhost:(\d+)", ending)) == {str(port)}
     assert max(map(len, ending.splitlines())) <= 100
 

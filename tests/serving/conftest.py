@@ -26,10 +26,7 @@ def settings(index: str) -> ServeSettings:
     return ServeSettings(
         index=index,
         port=free_port(),
-        model_name="minilm",
         request_timeout_s=8,
-        max_body_mib=4,
-        runtime="torch",
         dtype="float32",
         wait=False,
     )

@@ -19,10 +19,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from infembed_ray.retrieval import filters
 from infembed_ray.serving import explaining, schema
 from infembed_ray.serving.encoder.batching import BatchingEngine, Embedded
-from infembed_ray.serving.service import Document, Found, NotApplied, ReplicaLost, Search
+from infembed_ray.serving.service import Document, NotApplied, Search, SearchOutcome
 
 DIMENSION = 16
-VOCABULARY = 256
 CARD = schema.Model(
     id="debug",
     created=1,
@@ -30,7 +29,6 @@ CARD = schema.Model(
     encoder="e",
     index_version="v1",
     passages=5,
-    vocabulary=VOCABULARY,
     metadata={"year": "integer", "language": "string", "rating": "number", "draft": "boolean", "day": "date"},
     writable=True,
 )
@@ -55,11 +53,10 @@ def debug_embed(sequences: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 class DebugService:
-    """A `service.Service` with bytes as tokens; an instruction precedes its query, as in the encoder.
+    """A `Release` with bytes as tokens; an instruction precedes its query, as in the encoder.
 
     Attributes:
         card, is_ready, stuck: its answers.
-        missing_shards: shards that do not answer.
         documents: by id.
         sequence: of the last change.
         registry: what `GET /metrics` shows.
@@ -70,59 +67,49 @@ class DebugService:
         self.card = card
         self.is_ready = True
         self.stuck: str | None = None
-        self.missing_shards: list[str] = []
         self.documents = {document.id: document for document in PASSAGES}
         self.sequence = 0
         self.registry = CollectorRegistry()
 
-    async def embed(
-        self, inputs: list[str] | list[list[int]], input_type: schema.InputType, instruction: str | None
-    ) -> Embedded:
-        texts = [x if isinstance(x, str) else bytes(x).decode(errors="replace") for x in inputs]
-        if input_type == "query":
-            texts = [f"query: {instruction} {text}" for text in texts]
+    async def embed(self, texts: list[str], instructions: list[str | None] | None) -> Embedded:
+        if instructions is not None:
+            texts = [f"query: {i} {text}" for i, text in zip(instructions, texts, strict=True)]
         tokens = [list(text.encode()) for text in texts]
         return Embedded(await self.engine.embed(tokens), sum(map(len, tokens)))
 
-    async def search(self, search: Search) -> Found:
+    async def search(self, search: Search) -> SearchOutcome:
         condition = filters.parse(search.filter, self.card.metadata)
         if search.min_sequence > self.sequence:
             raise NotApplied(search.min_sequence, "shard-1", self.sequence)
-        if self.missing_shards and not search.allow_partial:
-            raise ReplicaLost
-        found = list(self.documents.values())
+        kept = list(self.documents.values())
         if condition is not None:
             fields = self.card.metadata
-            columns = {f: pa.array([d.metadata.get(f) for d in found], _ARROW[fields[f]]) for f in fields}
+            columns = {f: pa.array([d.metadata.get(f) for d in kept], _ARROW[fields[f]]) for f in fields}
             columns |= {f: columns[f].cast(pa.date32()) for f in fields if fields[f] == "date"}
-            found = [d for d, kept in zip(found, condition.mask(pa.table(columns)), strict=True) if kept]
-        vectors = debug_embed([d.text.encode() for d in found]) if found else np.zeros((0, DIMENSION), np.float32)
-        asked = await self.engine.embed([list(f"query: {q.instruction} {q.text}".encode()) for q in search.queries])
-        results = []
-        for scores in asked @ vectors.T:
-            best = sorted(zip(scores.tolist(), found, strict=True), key=lambda hit: (-hit[0], hit[1].id))[
-                : search.top_k
-            ]
-            results.append(
-                [schema.SearchHit(id=d.id, score=s, text=d.text, metadata=dict(d.metadata)) for s, d in best]
-            )
-        answer = Found(
-            results,
+            kept = [d for d, true in zip(kept, condition.mask(pa.table(columns)), strict=True) if true]
+        vectors = debug_embed([d.text.encode() for d in kept]) if kept else np.zeros((0, DIMENSION), np.float32)
+        query = search.query
+        (asked,) = await self.engine.embed([list(f"query: {query.instruction} {query.query}".encode())])
+        scored = sorted(zip((vectors @ asked).tolist(), kept, strict=True), key=lambda hit: (-hit[0], hit[1].id))
+        answer = SearchOutcome(
+            [
+                schema.SearchHit(id=d.id, score=score, text=d.text, metadata=dict(d.metadata))
+                for score, d in scored[: search.top_k]
+            ],
             self.card.id,
             self.card.index_version,
             self.sequence,
             schema.Timings(encode_ms=1.0, search_ms=2.0),
-            self.missing_shards,
         )
-        return answer._replace(explanation=await self._explain(search, results[0])) if search.explain else answer
+        return answer._replace(explanation=await self._explain(search, answer.hits)) if search.explain else answer
 
     async def _explain(self, search: Search, hits: Sequence[schema.SearchHit]) -> explaining.Explanation:
-        (query,) = search.queries
+        query = search.query
         phrases = explaining.phrases_of(query.instruction or "")
         instructions = explaining.variants(query.instruction or "", phrases)
-        asked = await self.engine.embed([list(f"query: {i} {query.text}".encode()) for i in instructions])
-        plain = replace(search, queries=[query._replace(instruction=None)], top_k=100, explain=False)
-        ids, plain_ids = [h.id for h in hits], [h.id for h in (await self.search(plain)).results[0]]
+        asked = await self.engine.embed([list(f"query: {i} {query.query}".encode()) for i in instructions])
+        plain = replace(search, query=query._replace(instruction=None), top_k=100, explain=False)
+        ids, plain_ids = [h.id for h in hits], [h.id for h in (await self.search(plain)).hits]
         wanted = explaining.explained_ids(ids, plain_ids, search.top_k)
         scores = {id: asked @ debug_embed([self.documents[id].text.encode()])[0] for id in wanted}
         return explaining.explanation(phrases, ids, plain_ids, search.top_k, scores)

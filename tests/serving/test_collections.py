@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.serve.context import _get_global_client
 
@@ -48,12 +46,10 @@ def settings(root: Path, minilm: str, keys: dict[str, str]) -> ServeSettings:
         index=str(places["a"]),
         collections={"news": str(places["b"])},
         port=free_port(),
-        model_name="minilm",
         api_keys_env=None,
         api_keys_file=str(root / "keys"),
         request_timeout_s=8,
         cpus_per_encoder=0.5,
-        runtime="torch",
         dtype="float32",
         wait=False,
     )
@@ -103,38 +99,10 @@ def test_each_collection_answers_from_its_own_index_and_documents(api: str, key:
     assert "history/kalmar" not in search(api, key, "/v1", "Kalmar Union", top_k=100)
     assert ask(f"{api}/v1/documents/history/kalmar", **key)[0] == 404
     assert ask(f"{news}/history/kalmar", **key)[1]["text"] == text
-    assert ask(f"{news}/history/kalmar", method="DELETE", **key)[0] == 200
+    assert ask(news, {"ids": ["history/kalmar"]}, "DELETE", **key)[0] == 200
     assert ask(f"{api}/v1/collections/law/search", {"query": "x"}, **key)[1]["error"]["message"] == (
         "there is no collection 'law'; there are index, news"
     )
-
-
-def test_a_key_of_one_collection_is_refused_elsewhere(api: str, keys: dict[str, str]) -> None:
-    own = {"Authorization": f"Bearer {keys['news']}"}
-    assert search(api, own, "/v1/collections/news", "diabetes")
-    for path, body in (("/v1/search", {"query": "x"}), ("/v1/collections/index/search", {"query": "x"})):
-        status, answer, _ = ask(f"{api}{path}", body, **own)
-        assert (status, answer["error"]["code"]) == (403, "collection_not_allowed")
-    assert ask(f"{api}/metrics", **own)[0] == 403
-    assert [one["name"] for one in ask(f"{api}/v1/collections", **own)[1]["data"]] == ["news"]
-    assert ask(f"{api}/v1/embeddings", {"input": "x"}, **own)[0] == 200
-
-
-def test_metrics_tell_the_collections_apart(api: str, key: dict[str, str], settings: ServeSettings) -> None:
-    specs = Plan.resolve(settings).release.by_name
-
-    def series() -> set[tuple[str, str, str]]:
-        with urllib.request.urlopen(urllib.request.Request(f"{api}/metrics", headers=key), timeout=60) as page:
-            families = {f.name: f.samples for f in text_string_to_metric_families(page.read().decode())}
-        names = {s.labels["application"]: s.labels["collection"] for s in families.get("infembed_collection_info", [])}
-        shards = families.get("infembed_shard_documents", [])
-        return {(names.get((app := s.labels["replica"].partition("/")[0]), ""), app, f"{s.value:g}") for s in shards}
-
-    expected = {
-        ("index", specs["index"].index.application, f"{len(PASSAGES)}"),
-        ("news", specs["news"].index.application, f"{len(NEWS)}"),
-    }
-    wait_until(lambda: series() == expected, 20)
 
 
 def test_an_upgrade_of_one_collection_fails_no_request_and_restarts_no_other_part(
@@ -161,8 +129,7 @@ def test_an_upgrade_of_one_collection_fails_no_request_and_restarts_no_other_par
         assert before[kept] == after[kept] != set()
     assert release.collections["news"].index.application not in serve.status().applications
     printed = capsys.readouterr().out
-    assert f"from index {Path(settings.index).name}, news: index {other.name}" in printed
-    assert "serve: starting 2 shards, encoder minilm and" in printed
+    assert f"from index {Path(settings.index).name}, news {other.name}" in printed
 
 
 @pytest.mark.slow
@@ -183,7 +150,7 @@ def test_a_collection_of_another_encoder_gets_an_encoder_of_its_own_and_leaves_w
     )
     assert (status, answer["model"]) == (200, "legal")
     assert [hit["score"] for hit in answer["hits"]] == pytest.approx(sorted(expected[0], reverse=True)[:3], abs=1e-4)
-    assert [card["id"] for card in ask(f"{api}/v1/models", **key)[1]["data"]] == ["minilm", "legal"]
+    assert [card["id"] for card in ask(f"{api}/v1/models", **key)[1]["data"]] == [Path(minilm).name, "legal"]
     made = ask(f"{api}/v1/embeddings", {"input": query, "model": "legal"}, **key)[1]["data"][0]["embedding"]
     assert made == pytest.approx(encoder.encode_passages([query])[0].tolist(), abs=1e-4)
     run(settings.model_copy(update={"collections": {}}))

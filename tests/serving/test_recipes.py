@@ -12,9 +12,8 @@ import numpy as np
 import openai
 import pytest
 
-from infembed_ray.serving.http.app import create_app
-from infembed_ray.serving.http.auth import ApiKeys
 from tests.serving.debug import CARD, PASSAGES, DebugService, debug_embed, listening
+from tests.serving.http.clients import make_app
 
 pytestmark = pytest.mark.integration
 
@@ -27,7 +26,7 @@ QUERY = f"query: {INSTRUCTION} diabetes treatment"
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     card = CARD.model_copy(update={"id": "my-model"})
-    with listening(create_app(DebugService(card=card), "f", ApiKeys(["KEY"]))) as url:
+    with listening(make_app(DebugService(card=card), ("KEY",))) as url:
         yield url
 
 
@@ -66,17 +65,17 @@ def openai_client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="KEY", max_retries=0)
 
 
-def test_openais_client_embeds_one_and_many_as_numbers_base64_and_tokens(openai_client: openai.OpenAI) -> None:
+def test_openais_client_embeds_one_and_many_as_numbers_and_base64(openai_client: openai.OpenAI) -> None:
     create = openai_client.embeddings.create
     one = create(input="ab", model="my-model")
     np.testing.assert_allclose(one.data[0].embedding, vector("ab"), rtol=1e-6)
     assert (one.usage.prompt_tokens, one.usage.total_tokens, one.model) == (2, 2, "my-model")
     many = create(input=["ab", "c"], model="my-model", encoding_format="float")
     np.testing.assert_allclose([d.embedding for d in many.data], [vector("ab"), vector("c")], rtol=1e-6)
-    raw = create(input=[[97, 98], [99]], model="my-model", encoding_format="base64")
+    raw = create(input=["ab", "c"], model="my-model", encoding_format="base64")
     decoded = [np.frombuffer(base64.b64decode(str(d.embedding)), dtype="<f4") for d in raw.data]
     np.testing.assert_array_equal(decoded, [vector("ab"), vector("c")])
-    short = create(input=[97, 98], model="my-model", dimensions=4)
+    short = create(input="ab", model="my-model", dimensions=4)
     np.testing.assert_allclose(np.linalg.norm(short.data[0].embedding), 1, rtol=1e-6)
     assert len(short.data[0].embedding) == 4
 
@@ -92,7 +91,6 @@ def test_openais_client_understands_our_errors(openai_client: openai.OpenAI) -> 
     with pytest.raises(openai.AuthenticationError):
         openai_client.with_options(api_key="wrong").embeddings.create(input="ab", model="my-model")
     assert [model.id for model in openai_client.models.list()] == ["my-model"]
-    assert openai_client.models.retrieve("my-model").id == "my-model"
 
 
 def test_our_client(url: str, capsys: pytest.CaptureFixture[str]) -> None:

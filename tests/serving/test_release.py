@@ -14,16 +14,14 @@ SETTINGS = ServeSettings(index="index")
     ("change", "changed"),
     [
         ({"port": 9000}, set()),
-        ({"model_name": "other"}, set()),
         ({"writable": False}, set()),
         ({"index": "elsewhere", "model": "a copy"}, set()),
-        ({"batch_tokens": 512}, {"encoder"}),
         ({"dtype": "bfloat16"}, {"encoder"}),
         ({"max_encoder_replicas": 4}, {"encoder", "api"}),
         ({"cpus_per_shard": 2}, {"index"}),
         ({"shard_replicas": 2}, {"index", "api"}),
         ({"ingress_replicas": 2}, {"api"}),
-        ({"max_body_mib": 1}, {"api"}),
+        ({"compact_at": 1}, {"api"}),
         ({"rerank": RerankSettings(kind="late_interaction")}, set()),
     ],
 )

@@ -19,7 +19,6 @@ import psutil
 import pytest
 import ray
 from fastapi.testclient import TestClient
-from prometheus_client import CollectorRegistry
 from ray.cluster_utils import Cluster
 
 from infembed_ray.config.serving import ServeSettings
@@ -31,20 +30,18 @@ from infembed_ray.retrieval.shard_files import ShardFacts
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
 from infembed_ray.serving.distributed import serving
-from infembed_ray.serving.encoder.batching import Counters, Embedded, EmptySequence
-from infembed_ray.serving.encoder.calibration import REFERENCE, Candidate, Measurement
-from infembed_ray.serving.encoder.engine import Facts
+from infembed_ray.serving.encoder.batching import Counters, Embedded
 from infembed_ray.serving.plan import Plan
-from infembed_ray.serving.release import ApiArguments, IndexArguments
-from infembed_ray.serving.replicas import EncoderReplica, EngineMetrics, Ingress, ShardSearch
+from infembed_ray.serving.release import ApiArguments, IndexArguments, ReleaseSpec
+from infembed_ray.serving.replicas import EncoderReplica, Ingress, MetricsReporter, ShardSearch, encoder_metrics
 from infembed_ray.serving.routing.encoder_calls import EncoderInputs
-from infembed_ray.serving.service import Query
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from infembed_ray.storage.steps import output_files
 from tests.retrieval.test_index import write_index
 from tests.retrieval.vectors import unit_vectors
 from tests.serving.http_client import under_load
 from tests.serving.indexes import PASSAGES
+from tests.serving.routing.test_blue_green import World
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -52,22 +49,13 @@ SETTINGS = ServeSettings(index="index")
 
 
 class Engine:
-    """An engine whose vectors are the lengths of the texts; a blank text has no tokens."""
+    """An engine whose vectors are the lengths of the texts."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    async def embed(self, inputs: list[str], input_type: str, instruction: str | None, timeout_s: float) -> Embedded:
-        self.calls.append(list(inputs))
-        return self._embedded(inputs)
-
-    async def embed_queries(self, queries: list[str], instructions: list[str | None], timeout_s: float) -> Embedded:
-        self.calls.append(list(queries))
-        return self._embedded(queries)
-
-    def _embedded(self, texts: list[str]) -> Embedded:
-        if not all(text.strip() for text in texts):
-            raise EmptySequence("no tokens")
+    async def embed(self, texts: list[str], instructions: list[str | None] | None, timeout_s: float) -> Embedded:
+        self.calls.append((texts, instructions))
         return Embedded(np.array([[len(text)] for text in texts], np.float32), sum(map(len, texts)))
 
 
@@ -80,18 +68,10 @@ def encoder_replica(engine: Any) -> Any:
 
 def test_requests_of_one_call_are_embedded_separately() -> None:
     engine = Engine()
-    items = [[Query("a"), Query("bb")], EncoderInputs(["ccc", "d"], "passage", None), [Query("eeee", "I")]]
+    items = [EncoderInputs(["a", "bb"], [None, "I"]), EncoderInputs(["ccc", "d"], None)]
     answers = asyncio.run(encoder_replica(engine).embed_many(items, 1.0))
-    assert engine.calls == [["a", "bb"], ["ccc", "d"], ["eeee"]]  # otherwise they would share one place in its queue
-    assert [answer.vectors.ravel().tolist() for answer in answers] == [[1, 2], [3, 1], [4]]
-
-
-def test_a_query_that_cannot_be_embedded_fails_only_its_own_request() -> None:
-    items = [[Query("a")], [Query(" ")], EncoderInputs([""], "passage", None), [Query("bb")]]
-    first, second, third, fourth = asyncio.run(encoder_replica(Engine()).embed_many(items, 1.0))
-    assert (first.vectors.tolist(), fourth.vectors.tolist()) == ([[1]], [[2]])
-    assert isinstance(second, EmptySequence)
-    assert isinstance(third, EmptySequence)
+    assert engine.calls == items  # otherwise they would share one place in its queue
+    assert [answer.vectors.ravel().tolist() for answer in answers] == [[1, 2], [3, 1]]
 
 
 def test_an_error_that_cannot_be_unpickled_becomes_its_message(caplog: pytest.LogCaptureFixture) -> None:
@@ -100,12 +80,13 @@ def test_an_error_that_cannot_be_unpickled_becomes_its_message(caplog: pytest.Lo
             super().__init__("both")
 
     class Faulty(Engine):
-        async def embed(self, inputs: list[str], *rest: Any) -> Embedded:
-            raise OnlyHere(1, 2)
+        async def embed(self, texts: list[str], *rest: Any) -> Embedded:
+            if texts == ["a"]:
+                raise OnlyHere(1, 2)
+            return await super().embed(texts, *rest)
 
-    fault, well = asyncio.run(
-        encoder_replica(Faulty()).embed_many([EncoderInputs(["a"], "passage", None), [Query("bb")]], 1.0)
-    )
+    items = [EncoderInputs(["a"], None), EncoderInputs(["bb"], [None])]
+    fault, well = asyncio.run(encoder_replica(Faulty()).embed_many(items, 1.0))
     assert type(fault) is RuntimeError
     assert str(pickle.loads(pickle.dumps(fault))) == "OnlyHere: both"
     assert well.vectors.tolist() == [[2]]
@@ -117,14 +98,6 @@ def test_an_ingress_replica_without_the_configured_keys_does_not_start(monkeypat
     replica: Any = Ingress.__mro__[1]  # without Serve's wrapper
     with pytest.raises(RuntimeError, match="would be open"):
         replica(ApiArguments(locked=True, settings=SETTINGS), None)
-
-
-def test_a_body_limit_above_the_proxies_is_an_input_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INFEMBED_MAX_BODY_MIB", "8")
-    replica: Any = Ingress.__mro__[1]  # without Serve's wrapper
-    larger = SETTINGS.model_copy(update={"max_body_mib": 64.0})
-    with pytest.raises(InputError, match=r"max_body_mib=64: Serve's proxies were started with 8 .* or less"):
-        replica(ApiArguments(locked=False, settings=larger), None)
 
 
 def test_an_ingress_without_a_release_answers_503(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,16 +182,29 @@ def test_a_replica_of_a_damaged_shard_does_not_start_and_names_the_file(
         ShardSearch(IndexArguments(index=stored.uri, version="other", settings=SETTINGS), 0)
 
 
-def test_metrics_show_what_runs_the_encoder() -> None:
-    measured = {REFERENCE: Measurement(0.08, 1.0), Candidate("onnx", "float32"): Measurement(0.05, 0.9999)}
-    engine: Any = SimpleNamespace(facts=Facts(Candidate("onnx", "float32"), measured, 0, Counters(), 0, 0, 0))
-    registry = CollectorRegistry()
-    registry.register(EngineMetrics(engine))
-    onnx = {"runtime": "onnx", "dtype": "float32"}
-    assert registry.get_sample_value("infembed_encoder_runtime", onnx) == 1
-    assert registry.get_sample_value("infembed_encoder_runtime", onnx | {"runtime": "torch"}) is None
-    assert registry.get_sample_value("infembed_encoder_calibration_seconds", onnx | {"runtime": "torch"}) == 0.08
-    assert registry.get_sample_value("infembed_encoder_calibration_cosine", onnx) == 0.9999
+def test_metrics_of_an_encoder_show_what_runs_it_and_what_it_did() -> None:
+    prefixes = SimpleNamespace(bytes=7, hits=3, misses=1)
+    batching = SimpleNamespace(waiting=2, counters=Counters(texts=5))
+    engine: Any = SimpleNamespace(dtype="bfloat16", prefixes=prefixes, batching=batching)
+    value = MetricsReporter(lambda: encoder_metrics(engine)).registry.get_sample_value
+    assert value("infembed_encoder_dtype", {"dtype": "bfloat16"}) == 1
+    assert value("infembed_encoder_texts_total") == 5
+    assert (value("infembed_encoder_waiting"), value("infembed_encoder_prefix_bytes")) == (2, 7)
+    assert value("infembed_encoder_prefix_hits_total") == 3
+
+
+def test_metrics_of_an_ingress_show_its_query_caches_and_collections(tmp_path: Path) -> None:
+    replica: Any = Ingress.__mro__[1]  # without Serve's wrapper
+    ingress = replica(ApiArguments(locked=False, settings=SETTINGS), None)
+    value = ingress._reporter.registry.get_sample_value
+    assert value("infembed_query_cache_hits_total") is None  # no release yet
+    spec = ReleaseSpec(api="a", collections={"index": World(tmp_path).spec})
+    encoder = SimpleNamespace(query_cache=SimpleNamespace(bytes=9, hits=2, misses=1))
+    ingress._served = spec, {"index": SimpleNamespace(encoder=encoder, reranker=None)}
+    assert value("infembed_query_cache_hits_total") == 2
+    assert value("infembed_query_cache_bytes") == 9
+    labels = {"collection": "index", "release": spec.fingerprint, "index_version": "v1"}
+    assert value("infembed_collection_info", labels | {"application": spec.default.index.application}) == 1
 
 
 @pytest.mark.ray
@@ -230,7 +216,7 @@ def test_every_node_copies_only_its_own_shards_from_an_object_store(
         store.upload(file, f"{Path(index).name}/{file.relative_to(index).as_posix()}")
     store.write("latest", Path(index).name)
     monkeypatch.setenv(SCRATCH, str(tmp_path / "driver"))
-    plan = Plan.resolve(ServeSettings(index=store.uri, model=minilm, runtime="torch"))
+    plan = Plan.resolve(ServeSettings(index=store.uri, model=minilm))
     assert copied(tmp_path / "driver") == []
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20})
     try:

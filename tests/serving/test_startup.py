@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,52 +11,31 @@ from infembed_ray.serving import deployments, startup
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
 
 
-@pytest.fixture(autouse=True)
-def no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the replicas that other tests run on this machine at the same time."""
-    monkeypatch.setattr(startup, "REPLICA", f"test {os.getpid()}")
-
-
-@pytest.fixture
-def replica(no_replica: None) -> Iterator[None]:
-    """A process with the title of a replica that serves."""
-    title = f"{startup.REPLICA}-encoder:encoder"
-    with subprocess.Popen([title, "60"], executable="/bin/sleep") as process:
-        yield
-        process.kill()
-
-
 def niceness() -> int:
     return os.getpriority(os.PRIO_PROCESS, 0)
 
 
 @linux
-def test_beside_a_replica_only_the_function_runs_at_the_lowest_priority(replica: None) -> None:
+def test_only_the_function_runs_at_the_lowest_priority() -> None:
     before = niceness()
     assert startup.in_background(niceness) == 19
     assert niceness() == before
 
 
-@linux
-def test_without_a_replica_the_function_keeps_its_priority() -> None:
-    assert startup.in_background(niceness) == niceness()
-
-
-def test_what_the_function_raises_is_raised(replica: None) -> None:
+def test_what_the_function_raises_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         startup.in_background(lambda: 1 // 0)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kind", ["MODULES", "ENCODER_MODULES"])
-def test_a_replica_imports_neither_torch_nor_pandas(kind: str) -> None:
+def test_a_replica_without_a_model_imports_neither_torch_nor_pandas() -> None:
     code = (
-        f"import sys; from infembed_ray.serving import startup; startup._import(startup.{kind});"
-        f"print(set(startup.{kind}) <= set(sys.modules), {{'torch', 'transformers', 'pandas'}} & set(sys.modules));"
+        "import sys; from infembed_ray.serving import startup; startup.import_modules();"
+        "print(set(startup.MODULES) <= set(sys.modules), {'torch', 'transformers', 'pandas'} & set(sys.modules));"
         "import pandas; print(pandas.DataFrame.__name__)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines() == ["True set()", "DataFrame"]
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert imported.stdout.splitlines() == ["True set()", "DataFrame"]
 
 
 @pytest.mark.ray

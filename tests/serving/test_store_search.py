@@ -27,8 +27,8 @@ from infembed_ray.retrieval.versions import IndexFacts
 from infembed_ray.serving.distributed import run, serving
 from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.release import IndexArguments
+from infembed_ray.serving.replicas import StoreSearch
 from infembed_ray.serving.service import Document, ReplicaLost
-from infembed_ray.serving.store_search import StoreSearch
 from tests.serving.http_client import ask, found
 from tests.serving.indexes import AGAIN, PASSAGES, YEARS
 from tests.support.files import write_jsonl
@@ -113,7 +113,7 @@ def _search_and_change(api: str, version: str) -> None:
     assert searched["sequence"] >= answer["sequence"]
     kept = ask(f"{api}/v1/documents/history/%22kalmar%22")[1]
     assert (kept["text"], kept["metadata"]) == (TEXT, {"year": 1397})
-    assert ask(f"{api}/v1/documents/history/%22kalmar%22", method="DELETE")[0] == 200
+    assert ask(f"{api}/v1/documents", {"ids": [document["id"]]}, "DELETE")[0] == 200
     assert document["id"] not in found(api, "Kalmar Union")
     assert ask(f"{api}/v1/documents/history/%22kalmar%22")[0] == 404
     long = {"documents": [{"id": "long", "text": "é" * 40_000}]}

@@ -6,232 +6,149 @@ One thread tokenises, another runs the model, and the batching engine between th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from infembed_ray.config.serving import ServeSettings
-from infembed_ray.modeling.tokenizer import Side, TextTokenizer, Tokens
+from infembed_ray.errors import InputError
+from infembed_ray.modeling.precision import cpu_has_bf16
+from infembed_ray.modeling.tokenizer import TextTokenizer, Tokens
+from infembed_ray.progress import say
 from infembed_ray.serving import startup
-from infembed_ray.serving.encoder import calibration
-from infembed_ray.serving.encoder.batching import (
-    BatchingEngine,
-    Counters,
-    DeadlineExceeded,
-    Embedded,
-    measured_overhead,
-)
-from infembed_ray.serving.encoder.calibration import Candidate, Choice, Measurement
-from infembed_ray.serving.encoder.known import KnownEncoder, describe
-from infembed_ray.serving.encoder.runtime import threads
+from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, Embedded
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder
+    from infembed_ray.modeling.prefix_cache import PrefixCache
 
-BATCH_TO_OVERHEAD = 16
-"""Largest batch, as a multiple of the fixed cost of a batch. Larger ones save little and delay the next request."""
-MIN_BATCH_TOKENS = 512
-"""Lower bound of the largest batch."""
+CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 1024, 4096
+"""Largest number of tokens in a batch. On a CPU larger ones save little and delay the next request."""
+PREFIX_CACHE_BYTES = 256 * 2**20
+"""Size of the prefix cache for instructions, with causal backbones."""
+WARM_UP_LENGTHS = (4, 8, 16, 32, 64, 128, 256, 512)
 SLICE = 128
 """Inputs of a request that are tokenised in one call, so that other requests get a turn in between."""
 
 
-class Facts(NamedTuple):
-    """State of an encoding engine, for the metrics."""
-
-    candidate: Candidate
-    """Runtime and precision that were chosen."""
-    measured: Mapping[Candidate, Measurement]
-    """What the calibration measured of each candidate; empty without a choice."""
-    waiting: int
-    """Texts in the queue."""
-    counters: Counters
-    """Totals since the start."""
-    prefix_hits: int
-    """Queries whose instruction was in the prefix cache."""
-    prefix_misses: int
-    """Queries whose instruction was computed; 0 without a cache."""
-    prefix_bytes: int
-    """Memory of the cached instructions."""
-
-
-class _Untokenized(NamedTuple):
-    inputs: Sequence[str] | Sequence[list[int]]
-    instructions: Sequence[str | None] | None
-    """One per query; None: the inputs are passages."""
-    tokens: asyncio.Future[list[Tokens]]
-
-
 class EncodingEngine:
-    """Embeds texts and token arrays. All calls come from one event loop; build it with `load`.
+    """Embeds texts. All calls come from one event loop; build it with `load`."""
 
-    Args:
-        tokenizer: tokenises.
-        choice: the runtime that embeds.
-        engine: forms the batches.
-    """
-
-    def __init__(self, tokenizer: TextTokenizer, choice: Choice, engine: BatchingEngine) -> None:
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        batching: BatchingEngine,
+        dtype: str = "float32",
+        prefixes: PrefixCache | None = None,
+    ) -> None:
+        self.batching = batching
+        self.dtype = dtype
+        self.prefixes = prefixes
         self._tokenizer = tokenizer
-        self._choice = choice
-        self._engine = engine
         # One thread, because truncation is mutable state of a fast tokenizer; not the event loop, which a long text
         # would block.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
-        self._untokenized: list[_Untokenized] = []
-        self._tokenizing: asyncio.Task[None] | None = None  # runs while there are untokenised requests
 
     @classmethod
     def load(
-        cls, model: str, settings: ServeSettings, dimensions: int | None = None, known: KnownEncoder | None = None
+        cls, model: str, settings: ServeSettings, dimensions: int | None = None, fingerprint: str | None = None
     ) -> EncodingEngine:
-        """Load a model, choose its runtime and warm it up. Blocks for seconds.
-
-        torch is imported unless an earlier start has left a graph that may run.
+        """Load a model and warm it up. Blocks for seconds.
 
         Args:
             model: directory or hub name.
-            settings: runtime, dtype, threads, batches and queue.
+            settings: `dtype`, and the resources of a replica.
             dimensions: as `InstructionEncoder.from_pretrained` takes it.
-            known: the model's description; None: it is made here.
+            fingerprint: that the model must have; None: any.
 
         Raises:
-            InputError: the model cannot run as the settings ask.
+            InputError: there is no such model, or it has another fingerprint.
         """
-        known = known or startup.in_background(lambda: describe(model, dimensions))
-        choice = calibration.resume(known, settings)
-        if choice is None:
-            encoder = startup.in_background(lambda: _load(model, settings, dimensions))
-            choice = calibration.choose(encoder, settings, model)
-        chosen = choice.runtime
-        for text in calibration.probes(known.texts):
-            chosen.embed([text])
-        overhead = measured_overhead(chosen.embed, lambda n: Tokens([0] * n), settings.batch_tokens)
-        engine = BatchingEngine(
-            chosen.embed,
-            batch_tokens=min(settings.batch_tokens, max(MIN_BATCH_TOKENS, int(BATCH_TO_OVERHEAD * overhead))),
-            overhead_tokens=overhead,
-            padded=chosen.padded,
-            cost=chosen.cost,
-        )
-        return cls(known.texts, choice, engine)
+        encoder = startup.in_background(lambda: _load(model, settings, dimensions))
+        if fingerprint not in (None, own := encoder.fingerprint()):
+            fault = f"its fingerprint is {own} on this node and {fingerprint} where `serve` was started"
+            raise InputError.of("model", model, fault, "put the same checkpoint on all nodes")
+        batch_tokens = GPU_BATCH_TOKENS if settings.gpus_per_encoder else CPU_BATCH_TOKENS
+        prefixes = _prefix_cache(encoder)
+        embedder = prefixes or encoder
 
-    @property
-    def facts(self) -> Facts:
-        """The current state."""
-        prefixes = self._choice.runtime.prefixes
-        return Facts(
-            candidate=self._choice.candidate,
-            measured=self._choice.measured,
-            waiting=self._engine.waiting,
-            counters=self._engine.counters,
-            prefix_hits=prefixes.hits if prefixes else 0,
-            prefix_misses=prefixes.misses if prefixes else 0,
-            prefix_bytes=prefixes.bytes if prefixes else 0,
+        def embed(sequences: Sequence[Tokens]) -> np.ndarray:
+            return embedder.embed(sequences, batch_tokens)
+
+        for length in WARM_UP_LENGTHS:
+            embed([Tokens([0] * min(length, encoder.text.passage_length))])
+        batching = BatchingEngine(
+            embed,
+            batch_tokens=batch_tokens,
+            padded=not (prefixes or encoder.packs),
+            cost=prefixes.remaining if prefixes else len,
         )
+        dtype = str(encoder.dtype).removeprefix("torch.")
+        say(f"serve: the encoder runs in {dtype}")
+        return cls(encoder.texts, batching, dtype, prefixes)
 
     async def embed(
-        self,
-        inputs: list[str] | list[list[int]],
-        input_type: Side,
-        instruction: str | None = None,
-        timeout_s: float | None = None,
+        self, texts: Sequence[str], instructions: Sequence[str | None] | None, timeout_s: float | None = None
     ) -> Embedded:
-        """Embed texts or token arrays. Token arrays are decoded first, so template, prefix and special tokens apply.
+        """Embed texts.
 
         Args:
-            inputs: at least one.
-            input_type: query or passage.
-            instruction: shared by all queries; None if they have none.
+            texts: at least one.
+            instructions: one per query, None for a query without one; None: the texts are passages.
             timeout_s: time-out of the request; None: no limit.
 
         Raises:
             QueueFull: try again later.
-            EmptySequence: one of the inputs has no tokens.
             DeadlineExceeded: no answer within `timeout_s`.
         """
-        instructions = None if input_type == "passage" else [instruction] * len(inputs)
-        return await self._embed(inputs, instructions, timeout_s)
-
-    async def embed_queries(
-        self, queries: Sequence[str], instructions: Sequence[str | None], timeout_s: float | None = None
-    ) -> Embedded:
-        """Embed queries, each under its own instruction, as `embed`."""
-        return await self._embed(queries, instructions, timeout_s)
-
-    async def _embed(
-        self,
-        inputs: Sequence[str] | Sequence[list[int]],
-        instructions: Sequence[str | None] | None,
-        timeout_s: float | None,
-    ) -> Embedded:
-        self._engine.require_capacity(len(inputs), timeout_s)  # before any work is done
-        began = asyncio.get_running_loop().time()
+        self.batching.require_capacity(len(texts), timeout_s)  # before any work is done
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         tokens: list[Tokens] = []
-        for start in range(0, len(inputs), SLICE):
+        for start in range(0, len(texts), SLICE):
             part = slice(start, start + SLICE)
-            tokens += await self._tokenized(inputs[part], None if instructions is None else instructions[part])
-        left = None if timeout_s is None else timeout_s - (asyncio.get_running_loop().time() - began)
+            of_part = None if instructions is None else instructions[part]
+            tokens += await loop.run_in_executor(self._thread, self._tokenize, texts[part], of_part)
+        left = None if timeout_s is None else timeout_s - (loop.time() - began)
         try:
-            vectors = await self._engine.embed(tokens, left)
+            vectors = await self.batching.embed(tokens, left)
         except DeadlineExceeded:
             raise DeadlineExceeded(timeout_s or 0.0) from None
         return Embedded(vectors, sum(map(len, tokens)))
 
-    async def _tokenized(
-        self, inputs: Sequence[str] | Sequence[list[int]], instructions: Sequence[str | None] | None
-    ) -> list[Tokens]:
-        loop = asyncio.get_running_loop()
-        untokenized = _Untokenized(inputs, instructions, loop.create_future())
-        self._untokenized.append(untokenized)
-        if self._tokenizing is None or self._tokenizing.done():
-            self._tokenizing = loop.create_task(self._tokenize_all())
-        return await untokenized.tokens
-
-    async def _tokenize_all(self) -> None:
-        """Tokenise until nothing waits. Requests that arrive during a call share the next one, because calls are expensive."""
-        while self._untokenized:
-            batch = [one for one in self._untokenized if not one.tokens.done()]
-            self._untokenized = []
-            answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._tokenize, batch)
-            for one, answer in zip(batch, answers, strict=True):
-                if one.tokens.done():  # its caller was cancelled
-                    continue
-                if isinstance(answer, Exception):
-                    one.tokens.set_exception(answer)
-                else:
-                    one.tokens.set_result(answer)
-
-    def _tokenize(self, batch: list[_Untokenized]) -> list[list[Tokens] | Exception]:
-        """Return the tokens of each request, or its exception."""
-        queries = [one for one in batch if one.instructions is not None]
-        passages = [one for one in batch if one.instructions is None]
+    def _tokenize(self, texts: Sequence[str], instructions: Sequence[str | None] | None) -> list[Tokens]:
         try:
-            instructions = [i for one in queries for i in one.instructions or ()]
-            of_queries = iter(self._tokenizer.tokenize_queries(self._texts(queries), instructions))
-            of_passages = iter(self._tokenizer.tokenize_passages(self._texts(passages)))
+            if instructions is None:
+                return self._tokenizer.tokenize_passages(texts)
+            return self._tokenizer.tokenize_queries(texts, instructions)
         except BaseException as error:  # a panic of the tokenizer is not an Exception
-            if len(batch) == 1:
-                return [error if isinstance(error, Exception) else RuntimeError(repr(error))]
-            return [answer for one in batch for answer in self._tokenize([one])]
-        return [list(islice(of_passages if one.instructions is None else of_queries, len(one.inputs))) for one in batch]
-
-    def _texts(self, several: list[_Untokenized]) -> list[str]:
-        return [x if isinstance(x, str) else self._tokenizer.decode(x) for one in several for x in one.inputs]
+            raise error if isinstance(error, Exception) else RuntimeError(repr(error)) from error
 
 
 def _load(model: str, settings: ServeSettings, dimensions: int | None) -> InstructionEncoder:
-    """Load a model as the settings ask."""
     import torch
 
     from infembed_ray.modeling.encoder import InstructionEncoder
 
-    torch.set_num_threads(threads(settings))
-    low = settings.dtype == "auto" and settings.gpus_per_encoder > 0
+    torch.set_num_threads(max(1, int(settings.cpus_per_encoder)))
+    gpu = settings.gpus_per_encoder > 0
+    low = settings.dtype == "bfloat16" or (settings.dtype == "auto" and (gpu or cpu_has_bf16()))
     return InstructionEncoder.from_pretrained(
         model,
         dimensions=dimensions,
-        device="cuda" if settings.gpus_per_encoder else "cpu",
-        dtype=torch.bfloat16 if low or settings.dtype == "bfloat16" else torch.float32,
+        device="cuda" if gpu else "cpu",
+        dtype=torch.bfloat16 if low else torch.float32,
     ).eval()
+
+
+def _prefix_cache(encoder: InstructionEncoder) -> PrefixCache | None:
+    from infembed_ray.modeling import prefix_cache
+
+    if not encoder.causal:
+        return None
+    if obstacle := prefix_cache.obstacle(encoder):
+        say(f"serve: the prefix cache is off, every query encodes its instruction: {obstacle}")
+        return None
+    return prefix_cache.PrefixCache(encoder, PREFIX_CACHE_BYTES)

@@ -1,106 +1,99 @@
-"""The HTTP API as an ASGI application over a `Service`. It does not depend on Ray."""
+"""The HTTP API as an ASGI application over the service of each collection. It does not depend on Ray."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
 from typing import Any, cast
 
 import anyio
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ValidationError
 
 from infembed_ray import __version__
-from infembed_ray.config.serving import DEFAULT_COLLECTION
+from infembed_ray.reporting.page import render
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import DeadlineExceeded
-from infembed_ray.serving.http import playground_routes
-from infembed_ray.serving.http.api_docs import api_docs_page
 from infembed_ray.serving.http.auth import ApiKeys
-from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, HttpError, invalid, too_large
-from infembed_ray.serving.http.middleware import ApiMiddleware, HttpMetrics
-from infembed_ray.serving.http.openapi import openapi_document
+from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, MAX_BODY_BYTES, STATUSES, HttpError, invalid, too_large
+from infembed_ray.serving.http.middleware import OPEN_PATHS, ApiMiddleware
 from infembed_ray.serving.http.routes import Collections, add_collection_routes, add_model_routes, add_status_routes
-from infembed_ray.serving.service import Service
+from infembed_ray.serving.routing.blue_green import Release
 
+FILES = resources.files("infembed_ray.serving.http") / "playground"
+ASSETS = ("playground.css", "mark.svg", "page.js", "explanation.js", "playground.js", "results.js", "snippets.js")
+"""Files below `/playground/`. They hold no data and need no API key; the page's requests to the API do."""
+MEDIA_TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
+
+PLAYGROUND_HEADERS = {
+    # No other origins, no inline code, no HTML from strings (Trusted Types): a passage cannot become a script.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "Referrer-Policy": "no-referrer",  # the URL contains the query
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
 DESCRIPTION = f"""
 Instruction-following retrieval. `POST /v1/embeddings` is OpenAI's endpoint, so OpenAI's clients work with `base_url` set to
 this server; it also takes `instruction` and `input_type`. `POST /v1/search` finds passages for a query under an instruction.
 `/v1/documents` adds, replaces and deletes passages; searches show a change within a second. Both mean the default collection;
 `/v1/collections` lists all, and `/v1/collections/NAME/...` names one.
 
-Limits: {schema.MAX_INPUTS} inputs or {schema.MAX_QUERIES} queries per request, {schema.MAX_CHARACTERS} characters per text,
-{schema.MAX_TOP_K} hits per query and {schema.MAX_HITS} per request, {schema.MAX_DOCUMENTS} documents per change. A text longer
+Limits: {schema.MAX_INPUTS} inputs per embeddings request, {schema.MAX_CHARACTERS} characters per text, {schema.MAX_TOP_K} hits per
+search, {schema.MAX_DOCUMENTS} documents per change. A text longer
 than the model's maximum length is truncated. With 429, 503 and 504, `Retry-After` gives the seconds to wait before a retry.
 Errors have OpenAI's shape. Answers carry `X-Request-Id`: the request's own, or a new one.
 """
 
 
-@dataclass(frozen=True)
-class RequestLimits:
-    """Limits of a request."""
-
-    max_body_mib: float = 8.0
-    """Largest body; a larger one is not read."""
-    request_timeout_s: float = 30.0
-    """Longest time from the end of the headers to the answer."""
-
-
 def create_app(
-    service: Service | Callable[[], Service],
-    deployment: str | Callable[[], str],
+    collections: Callable[[], Mapping[str, Release]],
+    deployment: Callable[[], str],
     keys: ApiKeys,
-    limits: RequestLimits = RequestLimits(),
+    request_timeout_s: float = 30.0,
     *,
     registry: CollectorRegistry | None = None,
     request_ids: bool = True,
-    collections: Callable[[], Mapping[str, Service]] | None = None,
 ) -> FastAPI:
     """Create the ASGI application.
 
     Args:
-        service: answers the requests to the default collection; a function returns the service of a new request.
+        collections: returns the services of all collections for a new request, the default one first.
         deployment: fingerprint of what is served, for `GET /healthz`.
         keys: the accepted API keys; without any, the API serves its own machine only.
-        limits: limits of a request.
+        request_timeout_s: longest time from the end of the headers to the answer.
         registry: where the application counts its requests. `GET /metrics` returns the service's metrics instead.
         request_ids: echo or create X-Request-Id; False behind a proxy that does, such as Ray Serve's.
-        collections: returns the services of all collections for a new request, the default one first; None: `service`
-            alone.
     """
+    # Without FastAPI's pages, which load scripts from a CDN.
     app = FastAPI(
         title="infembed_ray",
         version=__version__,
         description=DESCRIPTION,
         redirect_slashes=False,
-        docs_url=None,  # FastAPI's pages load scripts from a CDN
+        docs_url=None,
         redoc_url=None,
     )
-    app.state.limits = limits
-    metrics = HttpMetrics(registry or CollectorRegistry())
-    app.add_middleware(ApiMiddleware, keys=keys, metrics=metrics, request_ids=request_ids)
+    app.state.request_timeout_s = request_timeout_s
+    app.add_middleware(ApiMiddleware, keys=keys, registry=registry or CollectorRegistry(), request_ids=request_ids)
     for error, as_api_error in EXCEPTION_HANDLERS.items():
         app.add_exception_handler(error, _handler(as_api_error))
-    current = service if callable(service) else lambda: service
-    served = Collections(collections or (lambda: {DEFAULT_COLLECTION: current()}))
-    fingerprint = deployment if callable(deployment) else lambda: deployment
+    served = Collections(collections)
     app.router.route_class = ApiRoute
     # Not by `include_router`: its routes are missing in `app.routes`, from which a 405 lists the allowed methods.
     add_collection_routes(app.router, served)
     add_model_routes(app.router, served)
-    add_status_routes(app.router, served, fingerprint)
-    app.include_router(playground_routes.router())
+    add_status_routes(app.router, served, deployment)
+    app.include_router(playground())
     app.openapi = functools.cache(functools.partial(openapi_document, app, bool(keys)))  # type: ignore[method-assign]
-    docs_page = functools.cache(lambda: api_docs_page(app.openapi()))
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        return docs_page()
-
     return app
 
 
@@ -125,11 +118,11 @@ class ApiRoute(APIRoute):
                 return response
 
         async def answer_in_time(request: Request) -> Response:
-            limits: RequestLimits = request.app.state.limits
+            timeout_s: float = request.app.state.request_timeout_s
             # Replace a part's own DeadlineExceeded, which names the time that was left for that part.
-            with anyio.move_on_after(limits.request_timeout_s), suppress(DeadlineExceeded):
+            with anyio.move_on_after(timeout_s), suppress(DeadlineExceeded):
                 return await answer(request)
-            raise DeadlineExceeded(limits.request_timeout_s)
+            raise DeadlineExceeded(timeout_s)
 
         return answer_in_time
 
@@ -141,17 +134,15 @@ async def _read_body(request: Request) -> bytes:
         # A web page may send a body of any other type to any server without asking it first (CORS).
         message = f"Content-Type {content_type!r}: send the body as application/json"
         raise HttpError("unsupported_media_type", message)
-    max_mib = request.app.state.limits.max_body_mib
     announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and float(announced) > max_mib * 2**20:
-        raise too_large(max_mib)
-    chunks, size = [], 0
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+        raise too_large()
+    body = bytearray()
     async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_mib * 2**20:
-            raise too_large(max_mib)
-        chunks.append(chunk)
-    return b"".join(chunks)
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise too_large()
+    return bytes(body)
 
 
 def _handler(as_api_error: Callable[[Request, Any], HttpError]) -> Callable[[Request, Exception], Awaitable[Response]]:
@@ -159,3 +150,51 @@ def _handler(as_api_error: Callable[[Request, Any], HttpError]) -> Callable[[Req
         return as_api_error(request, error).response()
 
     return handle
+
+
+def openapi_document(app: FastAPI, needs_key: bool) -> dict[str, Any]:
+    """Return FastAPI's OpenAPI document with the errors of the middleware and of `Route`, and without its own 422."""
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            responses = operation["responses"]
+            responses.pop("422", None)
+            added = [
+                *((400, 408, 413, 415) if "requestBody" in operation else ()),
+                *((401,) if path not in OPEN_PATHS else ()),
+            ]
+            for status in added:
+                responses[str(status)] = {
+                    "description": STATUSES[status],
+                    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}},
+                }
+            operation["responses"] = dict(sorted(responses.items()))
+            if "{collection}" in path:  # the routes read it from the path themselves
+                name = {"name": "collection", "in": "path", "required": True, "schema": {"type": "string"}}
+                operation["parameters"] = [name, *operation.get("parameters", [])]
+            if needs_key and path not in OPEN_PATHS:
+                operation["security"] = [{"bearer": []}]
+    for unused in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(unused, None)
+    if needs_key:
+        document["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+    return document
+
+
+def playground() -> APIRouter:
+    """Return the routes of the page and its files: with security headers and an ETag."""
+    routes = APIRouter(include_in_schema=False)
+    page = render("infembed_ray.serving.http", "playground/index.html").encode()
+    contents = {"/": (page, "text/html; charset=utf-8")}
+    contents |= {f"/playground/{n}": ((FILES / n).read_bytes(), MEDIA_TYPES[Path(n).suffix]) for n in ASSETS}
+
+    for path, (content, media_type) in contents.items():
+
+        async def answer(request: Request, content: bytes = content, media_type: str = media_type) -> Response:
+            headers = {**PLAYGROUND_HEADERS, "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
+            if headers["ETag"] in request.headers.get("if-none-match", ""):
+                return Response(status_code=304, headers=headers)
+            return Response(content, media_type=media_type, headers=headers)
+
+        routes.add_api_route(path, answer, methods=["GET", "HEAD"])
+    return routes

@@ -7,15 +7,15 @@ import hashlib
 import hmac
 import ipaddress
 import logging
-import math
 import os
-import re
 import secrets
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from infembed_ray.config.serving import collection_name
 from infembed_ray.errors import InputError
@@ -26,35 +26,38 @@ PREFIX = "ifr-"
 """Prefix of generated keys, so that scanners for leaked secrets recognise them."""
 RECHECK_S = 1.0
 """Seconds between two checks whether the key file has changed: keys are added and revoked without a restart."""
-HEADER = (
-    "# API keys: SHA-256 of a key, its name, its scopes, its requests per second, its collections. To revoke a key, delete "
-    "its line.\n"
-)
-SCOPES = ("read", "write", "admin")
-"""What a key may do: read searches, embeds and reads documents; write puts and deletes documents; admin reads `/metrics`."""
 ALLOWED: ContextVar[frozenset[str] | None] = ContextVar("ALLOWED", default=None)
 """Collections that the key of the current request may use; None: all. The middleware sets it for every request."""
-_LINE = re.compile(
-    r"(?P<digest>[0-9a-f]{64}) +(?P<name>\S+)(?: +(?P<scopes>[a-z,]+))?(?: +(?P<rate>\d+(?:\.\d+)?)/s)?"
-    r"(?: +collections=(?P<collections>\S+))?"
-)
+Scope = Literal["read", "write", "admin"]
+"""What a key may do: read searches, embeds and reads documents; write puts and deletes documents; admin reads `/metrics`."""
 
 
-@dataclass(frozen=True)
-class ApiKey:
-    """An accepted key.
+class ApiKey(BaseModel):
+    """An accepted key, and a line of a key file.
 
     Attributes:
-        digest: SHA-256 of the key.
-        scopes: some of `SCOPES`.
+        name: in the key file.
+        sha256: digest of the key in hex.
+        scopes: what it may do; all by default.
         rate: most requests per second; None: no limit.
-        collections: that it may use; None: all, also those of later releases.
+        collections: that it may use, served or not; None: all, also those of later releases.
     """
 
-    digest: bytes
-    scopes: frozenset[str] = frozenset(SCOPES)
-    rate: float | None = None
-    collections: frozenset[str] | None = None
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    name: str = Field(pattern=r"^[\w.@-]{1,100}$")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    scopes: frozenset[Scope] = Field(frozenset(get_args(Scope)), min_length=1)
+    rate: float | None = Field(None, gt=0, allow_inf_nan=False)
+    collections: frozenset[Annotated[str, AfterValidator(collection_name)]] | None = None
+
+    @model_validator(mode="after")
+    def _admin_reads_all(self) -> ApiKey:
+        if "admin" in self.scopes and self.collections is not None:
+            raise ValueError(
+                "the scope admin reads the metrics of all collections; leave out that scope, or collections"
+            )
+        return self
 
 
 class ApiKeys:
@@ -71,7 +74,7 @@ class ApiKeys:
     """
 
     def __init__(self, keys: Iterable[str] = (), file: str | Path | None = None, replicas: int = 1) -> None:
-        self._fixed_keys = [ApiKey(_digest(key.encode())) for key in keys]
+        self._fixed_keys = [ApiKey(name="environment", sha256=_digest(key.encode())) for key in keys]
         self._file = None if file is None else Path(file)
         self._replicas = replicas
         self._buckets: dict[ApiKey, TokenBucket] = {}
@@ -79,12 +82,10 @@ class ApiKeys:
         self._checked_at = 0.0
         self._file_state: object = None
         if self._file is not None:
-            self._file_state = self._state_of(self._file)
+            self._file_state = _state_of(self._file)
             self._file_keys = list(read_keys(self._file).values())
             if not self._file_keys:
-                raise InputError(
-                    f"api_keys_file={file}: holds no key; create one with `infembed serve key NAME {file}`"
-                )
+                raise InputError.of("api_keys_file", file, "holds no key", _CREATE)
 
     @classmethod
     def load(cls, variable: str | None, file: str | None = None, replicas: int = 1) -> ApiKeys:
@@ -98,10 +99,8 @@ class ApiKeys:
             return cls(file=file, replicas=replicas)
         keys = [key.strip() for key in value.split(",")]
         if not all(keys):
-            raise InputError(
-                f"api_keys_env={variable}: the variable is set but holds an empty key; "
-                "set it to key1,key2,... or unset it"
-            )
+            remedy = "set it to key1,key2,... or unset it"
+            raise InputError.of("api_keys_env", variable, "the variable is set but holds an empty key", remedy)
         return cls(keys, file, replicas)
 
     def __bool__(self) -> bool:
@@ -115,7 +114,7 @@ class ApiKeys:
         presented = _digest(token.strip())
         match = None
         for key in (*self._fixed_keys, *self._file_keys):  # no early exit
-            if hmac.compare_digest(presented, key.digest):
+            if hmac.compare_digest(presented, key.sha256):
                 match = key
         return match if scheme.lower() == b"bearer" else None
 
@@ -132,7 +131,7 @@ class ApiKeys:
         if self._file is None or now - self._checked_at < RECHECK_S:
             return
         self._checked_at = now
-        state = self._state_of(self._file)
+        state = _state_of(self._file)
         if state == self._file_state:
             return
         self._file_state = state
@@ -146,14 +145,14 @@ class ApiKeys:
                 "api_keys_file=%s: changed; it now holds %d keys: %s", self._file, len(keys), ", ".join(keys) or "none"
             )
 
-    @staticmethod
-    def _state_of(file: Path) -> object:
-        """Return a value that changes when the file is written or replaced."""
-        try:
-            stat = file.stat()
-        except OSError as error:
-            return error.errno
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+def _state_of(file: Path) -> object:
+    """Return a value that changes when the file is written or replaced."""
+    try:
+        stat = file.stat()
+    except OSError as error:
+        return error.errno
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 class TokenBucket:
@@ -175,73 +174,43 @@ class TokenBucket:
         return 0.0
 
 
+_CREATE = "create one with `infembed serve key NAME FILE`"
+
+
 def read_keys(file: Path) -> dict[str, ApiKey]:
-    """Read a key file; returns name -> key. A line without scopes has all of them, one without collections too.
+    """Read a key file; returns name -> key.
 
     Raises:
-        InputError: the file cannot be read or has an invalid line. The message does not show the line.
+        InputError: the file cannot be read, has an invalid line, or a name twice. The message does not show the line.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise InputError(
-            f"api_keys_file={file}: cannot be read ({error.strerror}); create it with `infembed serve key NAME {file}`"
-        ) from error
+        raise InputError.of("api_keys_file", file, f"cannot be read ({error.strerror})", _CREATE) from error
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"api_keys_file={file}: is not a text file; create one with `infembed serve key NAME FILE`"
-        ) from error
+        raise InputError.of("api_keys_file", file, "is not a text file", _CREATE) from error
     keys: dict[str, ApiKey] = {}
     for number, line in enumerate(lines, 1):
-        if not line.strip() or line.startswith("#"):
+        if not line.strip():
             continue
-        where = f"api_keys_file={file}: line {number}"
-        key = _LINE.fullmatch(line.strip())
-        if key is None:
-            raise InputError(
-                f"{where} is not `SHA-256 NAME [SCOPES] [RATE/s] [collections=NAMES]`; correct it, or add keys with "
-                "`infembed serve key`"
-            )
-        if key["name"] in keys:
-            raise InputError(f"{where}: the name {key['name']!r} appears twice; rename one of the two")
-        scopes = _scopes(key["scopes"] or ",".join(SCOPES), f"{where}: scopes")
-        rate = None if key["rate"] is None else _rate(float(key["rate"]), f"{where}: rate")
-        collections = _collections(key["collections"], scopes, f"{where}: collections")
-        keys[key["name"]] = ApiKey(
-            bytes.fromhex(key["digest"]),
-            frozenset(scopes),
-            rate,
-            None if collections is None else frozenset(collections),
-        )
+        try:
+            key = ApiKey.model_validate_json(line)
+        except ValidationError as error:
+            fault = f"line {number}: {_fault(error)}"
+            raise InputError.of(
+                "api_keys_file", file, fault, "correct the line, or delete it to revoke its key"
+            ) from None
+        if key.name in keys:
+            fault = f"line {number}: the name {key.name!r} appears twice"
+            raise InputError.of("api_keys_file", file, fault, "rename one of the two")
+        keys[key.name] = key
     return keys
 
 
-def _scopes(text: str, where: str) -> list[str]:
-    scopes = text.split(",")
-    if unknown := [scope for scope in scopes if scope not in SCOPES]:
-        raise InputError(f"{where}: {unknown[0]!r} is no scope; give some of {','.join(SCOPES)}")
-    return scopes
-
-
-def _rate(value: float, where: str) -> float:
-    if not 0 < value < math.inf:
-        raise InputError(f"{where}={value:g}: must be above 0 requests per second; leave it out for no limit")
-    return value
-
-
-def _collections(text: str | None, scopes: Collection[str], where: str) -> list[str] | None:
-    """Return the names of collections; None for None, which means all."""
-    if text is None:
-        return None
-    if "admin" in scopes:
-        raise InputError(
-            f"{where}={text}: a key with the scope admin reads the metrics of all collections; leave out that scope, or the "
-            "collections"
-        )
-    try:
-        return [collection_name(name) for name in text.split(",")]
-    except ValueError as error:
-        raise InputError(f"{where}={text}: {error}") from None
+def _fault(error: ValidationError) -> str:
+    """Return the first fault without the value, which may be secret."""
+    first = error.errors(include_input=False)[0]
+    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")]))
 
 
 def new_key(
@@ -250,7 +219,7 @@ def new_key(
     """Create a key and append its hash to a file. A new file is readable by its owner only.
 
     Args:
-        scopes: some of `SCOPES`, comma-separated.
+        scopes: some of read, write and admin, comma-separated.
         rate: most requests per second; None: no limit.
         collections: that the key may use, comma-separated; they need not be served yet. None: all.
 
@@ -260,30 +229,25 @@ def new_key(
     Raises:
         InputError: the name is taken, an argument is invalid, or the file cannot be written or is not a key file.
     """
-    path = Path(file)
-    given = _scopes(scopes, f"scopes={scopes}")
-    facts = [name, ",".join(given)]
-    if rate is not None:
-        facts.append(f"{_rate(round(rate, 6), 'rate'):.6f}".rstrip("0").rstrip(".") + "/s")
-    if names := _collections(collections, given, "collections"):
-        facts.append(f"collections={','.join(names)}")
-    if not re.fullmatch(r"[\w.@-]{1,100}", name):
-        raise InputError(f"name={name!r}: must be 1 to 100 letters, digits or any of . _ - @")
-    key = PREFIX + secrets.token_urlsafe(32)
+    path, key = Path(file), PREFIX + secrets.token_urlsafe(32)
+    given: dict[str, Any] = {"name": name, "sha256": _digest(key.encode()), "scopes": scopes.split(","), "rate": rate}
+    try:
+        entry = ApiKey(**given, collections=None if collections is None else collections.split(","))
+    except ValidationError as error:
+        raise InputError(_fault(error)) from None
     try:
         # One append under a lock: a server never reads half a line, and two commands see each other's keys.
         with open(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "r+b", buffering=0) as keys:
             fcntl.flock(keys, fcntl.LOCK_EX)
             if name in read_keys(path):
-                raise InputError(
-                    f"name={name!r}: {file} already has a key of that name; delete its line, or choose another name"
-                )
+                fault = f"{file} already has a key of that name"
+                raise InputError.of("name", name, fault, "delete its line, or choose another name")
             before = keys.read()
-            start = "" if before.endswith(b"\n") else "\n" if before else HEADER
-            keys.write(f"{start}{_digest(key.encode()).hex()} {' '.join(facts)}\n".encode())
+            start = "" if not before or before.endswith(b"\n") else "\n"
+            keys.write(f"{start}{entry.model_dump_json(exclude_none=True)}\n".encode())
             os.fsync(keys.fileno())
     except OSError as error:
-        raise InputError(f"file={file}: cannot be written ({error.strerror}); name a writable file") from error
+        raise InputError.of("file", file, f"cannot be written ({error.strerror})", "name a writable file") from error
     return key
 
 
@@ -297,5 +261,5 @@ def is_loopback(host: str) -> bool:
         return False  # a host name can resolve to any address
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def _digest(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()

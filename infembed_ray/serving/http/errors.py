@@ -15,9 +15,11 @@ from starlette.routing import Route
 from infembed_ray.retrieval.filters import FilterError
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeError
 from infembed_ray.serving import schema
-from infembed_ray.serving.encoder.batching import DeadlineExceeded, EmptySequence, QueueFull
+from infembed_ray.serving.encoder.batching import DeadlineExceeded, QueueFull
 from infembed_ray.serving.service import NotApplied, ReadOnly, ReplicaLost, Stuck, TooManyChanges
 
+MAX_BODY_BYTES = 8 * 2**20
+"""Largest request body."""
 MAX_MESSAGE_CHARACTERS = 500
 STUCK_RETRY_S = 30.0
 """Retry-After while changes are not applied: an operator must restore the write-ahead log or give it space."""
@@ -113,9 +115,9 @@ def json_response(body: BaseModel, status: int = 200, headers: Mapping[str, str]
     return Response(body.__pydantic_serializer__.to_json(body), status, headers, "application/json")
 
 
-def too_large(max_mib: float) -> HttpError:
+def too_large() -> HttpError:
     """Return the error for a body above the limit. The connection closes, because the rest of the body is not read."""
-    message = f"the body is larger than {max_mib:g} MiB; send fewer texts at a time"
+    message = f"the body is larger than {MAX_BODY_BYTES >> 20} MiB; send fewer texts at a time"
     return HttpError("body_too_large", message, headers={"Connection": "close"})
 
 
@@ -137,7 +139,7 @@ def key_rate_limited(rate: float, wait_s: float) -> HttpError:
 def invalid(error: ValidationError) -> HttpError:
     """Return the error for the first invalid field of a body."""
     if error.error_count() > _MAX_DETAILED_ERRORS:
-        return HttpError(400, f"the body has {error.error_count()} errors; see /docs for its schema")
+        return HttpError(400, f"the body has {error.error_count()} errors; see /openapi.json for its schema")
     first = error.errors(include_url=False, include_input=False)[0]
     # The second part may be the tag of a union, which the client does not know.
     field = [str(part) for i, part in enumerate(first["loc"]) if not (i == 1 and part in _UNION_TAGS)]
@@ -153,7 +155,7 @@ def invalid(error: ValidationError) -> HttpError:
     return HttpError(400, message, param=field[0] if field else None)
 
 
-_UNION_TAGS = frozenset({"text", "texts", "tokens", "token arrays", "query", "queries", "instruction", "instructions"})
+_UNION_TAGS = frozenset({"text", "texts"})
 
 
 def _http_error(request: Request, error: HTTPException) -> HttpError:
@@ -170,7 +172,6 @@ EXCEPTION_HANDLERS: Mapping[type[Exception], Callable[[Request, Any], HttpError]
     HTTPException: _http_error,
     FilterError: lambda _, error: HttpError(400, str(error), param="filter"),
     ChangeError: lambda _, error: HttpError(400, str(error), param="documents"),
-    EmptySequence: lambda _, error: HttpError(400, f"{error}: send text", param="input"),
     ReadOnly: lambda *_: HttpError("read_only", "this index is read-only: documents cannot be put or deleted"),
     Stuck: lambda _, error: HttpError(
         "changes_stuck", f"changes of documents are not applied: {error}", retry_after_s=STUCK_RETRY_S

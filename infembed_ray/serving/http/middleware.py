@@ -17,7 +17,7 @@ from infembed_ray.serving.http.errors import HttpError, key_rate_limited
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/openapi.json"})
 """Paths that need no API key, like the playground's files under `OPEN_PREFIX`."""
 OPEN_PREFIX = "/playground/"
 LATENCY_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -40,10 +40,22 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 """An X-Request-Id that is returned to the client; any other value is replaced."""
 
 
-class HttpMetrics:
-    """Prometheus metrics of one process's requests. They are labelled by route, never by path, to bound the series."""
+class ApiMiddleware:
+    """Checks keys before the body is read, adds the response headers and counts the requests.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    The routes learn which collections the key may use (`auth.ALLOWED`). An API without keys serves its own machine only: a
+    request with a foreign Host header gets 403. Otherwise a web page in a browser of that machine could send requests under a
+    host name that resolves to 127.0.0.1 (DNS rebinding).
+
+    Args:
+        app: the routes.
+        keys: the accepted keys; without any, requests of this machine need none.
+        registry: where the requests are counted: by route, never by path, to bound the series.
+        request_ids: whether answers carry X-Request-Id, the client's own or a new one.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, registry: CollectorRegistry, request_ids: bool) -> None:
+        self._app, self._keys, self._request_ids = app, keys, request_ids
         self._requests = Counter("infembed_http_requests", "Requests answered.", ("route", "status"), registry=registry)
         self._seconds = Histogram(
             "infembed_http_request_seconds",
@@ -53,34 +65,6 @@ class HttpMetrics:
             registry=registry,
         )
         self._in_flight = Gauge("infembed_http_in_flight", "Requests being answered now.", registry=registry)
-
-    def begin(self) -> None:
-        """Count a request that arrives."""
-        self._in_flight.inc()
-
-    def end(self, route: str | None, status: int | None, seconds: float) -> None:
-        """Count a request that ends. Route None: no route has its path. Status None: the client disconnected."""
-        self._in_flight.dec()
-        self._requests.labels(route or "none", str(status or "gone")).inc()
-        self._seconds.labels(route or "none").observe(seconds)
-
-
-class ApiMiddleware:
-    """Checks keys before the body is read, adds the response headers and counts the requests.
-
-    Without a valid key a request gets 401, without the key's scope 403, above the key's rate limit 429. The routes learn which
-    collections the key may use (`auth.ALLOWED`). An API without keys serves its own machine only: a request with a foreign Host header gets 403. Otherwise a web page in a browser of that
-    machine could send requests under a host name that resolves to 127.0.0.1 (DNS rebinding).
-
-    Args:
-        app: the routes.
-        keys: the accepted keys; without any, requests of this machine need none.
-        metrics: counts the requests.
-        request_ids: whether answers carry X-Request-Id, the client's own or a new one.
-    """
-
-    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: HttpMetrics, request_ids: bool) -> None:
-        self._app, self._keys, self._metrics, self._request_ids = app, keys, metrics, request_ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on or reject it. Any other exception is logged and answered with 500."""
@@ -104,7 +88,7 @@ class ApiMiddleware:
                 message["headers"] = [*message["headers"], *added]
             await send(message)
 
-        self._metrics.begin()
+        self._in_flight.inc()
         try:
             if rejection := self._check(scope["method"], scope["path"], headers):
                 await rejection.response()(scope, receive, send_with_headers)
@@ -121,7 +105,10 @@ class ApiMiddleware:
             internal = HttpError("internal_error", "internal error; the server's log has the details")
             await internal.response()(scope, receive, send_with_headers)
         finally:
-            self._metrics.end(_route(scope), status, time.perf_counter() - start)
+            self._in_flight.dec()
+            route = _route(scope) or "none"
+            self._requests.labels(route, str(status or "gone")).inc()  # gone: the client disconnected
+            self._seconds.labels(route).observe(time.perf_counter() - start)
 
     def _check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> HttpError | None:
         """Return the error for a request that is not allowed; note which collections its key may use."""

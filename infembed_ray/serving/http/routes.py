@@ -1,30 +1,35 @@
 """Routes of the HTTP API: embeddings, search, documents, collections, models and status.
 
-Each request reads the current `Service` of its collection once, so it is answered by one release even if another one takes over meanwhile.
+Each request reads the current service of its collection once, so it is answered by one release even if another one takes over meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from base64 import b64encode
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
+import numpy as np
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic_core import to_json
 from starlette.convertors import PathConvertor, register_url_convertor
 
 from infembed_ray.config.serving import DEFAULT_COLLECTION
+from infembed_ray.modeling.formats import Question
 from infembed_ray.retrieval import filters
 from infembed_ray.serving import schema
+from infembed_ray.serving.encoder.batching import Embedded
 from infembed_ray.serving.http.auth import ALLOWED
-from infembed_ray.serving.http.errors import HttpError, json_response
-from infembed_ray.serving.http.openapi import error_responses
-from infembed_ray.serving.service import Document, Found, Query, ReadOnly, Search, Service, Stuck
+from infembed_ray.serving.http.errors import RETRIED, STATUSES, HttpError, json_response
+from infembed_ray.serving.routing.blue_green import Release
+from infembed_ray.serving.service import Document, ReadOnly, Search, Stuck
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
-TURN_BYTES = 2**17
-"""Bytes of an answer that are serialised before other requests get a turn: about a millisecond's work."""
+EMBEDDINGS_PER_TURN = 16
+"""Vectors that are serialised before other requests get a turn: about a millisecond's work."""
 
 
 class AnyId(PathConvertor):
@@ -43,10 +48,10 @@ class Collections:
         all: returns the services of a new request, the default collection first. They are of one release.
     """
 
-    def __init__(self, all: Callable[[], Mapping[str, Service]]) -> None:
+    def __init__(self, all: Callable[[], Mapping[str, Release]]) -> None:
         self.all = all
 
-    def __getitem__(self, name: str) -> Service:
+    def __getitem__(self, name: str) -> Release:
         """Return the service of a collection; HttpError if there is none, or the key may not use it."""
         allowed = ALLOWED.get()
         if allowed is not None and name not in allowed:  # the same answer whether there is such a collection or not
@@ -59,11 +64,11 @@ class Collections:
             raise HttpError("collection_not_found", message, param="collection")
         return visible[name]
 
-    def of(self, request: Request) -> Service:
+    def of(self, request: Request) -> Release:
         """Return the service of the collection in a request's path; without one, of the default collection."""
         return self[request.path_params.get("collection", DEFAULT_COLLECTION)]
 
-    def visible(self) -> dict[str, Service]:
+    def visible(self) -> dict[str, Release]:
         """Return the collections that the key may use."""
         allowed = ALLOWED.get()
         return {name: service for name, service in self.all().items() if allowed is None or name in allowed}
@@ -73,13 +78,26 @@ class Collections:
         cards = [service.card for service in self.visible().values()]
         return list({card.id: card for card in reversed(cards)}.values())[::-1]
 
-    def encoding(self, model: str | None) -> Service:
+    def encoding(self, model: str | None) -> Release:
         """Return the service that embeds texts: of the default collection, unless another model is named.
 
         Every key may use every encoder: vectors of the client's own texts tell nothing about a collection.
         """
         services = self.all()
         return next((one for one in services.values() if one.card.id == model), services[DEFAULT_COLLECTION])
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI `responses` of a route: these error statuses and those of every route."""
+    retry_after = {"Retry-After": {"description": "seconds", "schema": {"type": "integer", "minimum": 1}}}
+    return {
+        status: {
+            "model": schema.ErrorResponse,
+            "description": STATUSES[status],
+            **({"headers": retry_after} if status in RETRIED else {}),
+        }
+        for status in sorted({*statuses, 403, 429, 500, 503, 504})
+    }
 
 
 def add_collection_routes(api: APIRouter, collections: Collections) -> None:
@@ -94,9 +112,9 @@ def add_collection_routes(api: APIRouter, collections: Collections) -> None:
 
         return register
 
-    @both("POST", "/search", schema.SearchResponse | schema.SearchManyResponse, 404)
+    @both("POST", "/search", schema.SearchResponse, 404)
     async def search(body: schema.SearchRequest, request: Request) -> Response:
-        """Search the nearest passages to one query or several queries, each under an instruction, best first."""
+        """Search the nearest passages to a query under an instruction, best first."""
         return await _answer_search(collections.of(request), body)
 
     @both("PUT", "/documents", schema.ChangeResponse, 507)
@@ -109,15 +127,10 @@ def add_collection_routes(api: APIRouter, collections: Collections) -> None:
         """Delete documents. Durable when answered, gone from search results within a second."""
         return await _answer_delete(collections.of(request), body.ids)
 
-    @both("DELETE", "/documents/{id:any}", schema.ChangeResponse, 400)
-    async def delete_document(id: str, request: Request) -> Response:
-        """Delete one document; its id may contain slashes."""
-        return await _answer_delete(collections.of(request), [_checked_id(id)])
-
-    @both("GET", "/documents/{id:any}", schema.DocumentResponse, 400, 404)
+    @both("GET", "/documents/{id:any}", schema.DocumentResponse, 404)
     async def document(id: str, request: Request) -> Response:
         """Return the current state of one document; its id may contain slashes."""
-        passage = await collections.of(request).document(_checked_id(id))
+        passage = await collections.of(request).document(id)
         if passage is None:
             raise HttpError("document_not_found", f"there is no document {id!r}", param="id")
         return json_response(schema.DocumentResponse(id=passage.id, text=passage.text, metadata=dict(passage.metadata)))
@@ -128,14 +141,14 @@ def add_model_routes(api: APIRouter, collections: Collections) -> None:
 
     @api.post("/v1/embeddings", response_model=schema.EmbeddingsResponse, responses=error_responses(404))
     async def embeddings(body: schema.EmbeddingsRequest, request: Request) -> Response:
-        """Embed texts or token arrays: one unit vector per input, in order."""
+        """Embed texts: one unit vector per input, in order."""
         service = collections.encoding(body.model)
         card = _require_model(service, body.model)
-        inputs = body.inputs()
-        _require_possible(body, inputs, card)
-        embedded = await service.embed(inputs, body.kind(), body.instruction)
-        pieces = schema.EmbeddingsResponse.json_of(embedded.vectors, embedded.tokens, card.id, body)
-        return Response(await _join(pieces), media_type="application/json")
+        if body.dimensions is not None and body.dimensions > card.dimension:
+            message = f"dimensions={body.dimensions}: the model has {card.dimension}; ask for at most that many"
+            raise HttpError(400, message, param="dimensions")
+        embedded = await service.embed(*body.texts())
+        return Response(await _embeddings_json(embedded, card.id, body), media_type="application/json")
 
     @api.get("/v1/collections", response_model=schema.CollectionsResponse, responses=error_responses())
     async def list_collections() -> Response:
@@ -148,12 +161,6 @@ def add_model_routes(api: APIRouter, collections: Collections) -> None:
     async def models() -> Response:
         """Return the served model and index; of several models each, with the first collection that it serves."""
         return json_response(schema.ModelsResponse(data=collections.models()))
-
-    @api.get("/v1/models/{model:path}", response_model=schema.Model, responses=error_responses(404))
-    async def model(model: str) -> Response:
-        """Return the served model and index, by the model's name."""
-        cards = collections.models()
-        return json_response(next((card for card in cards if card.id == model), None) or _other_model(model, cards))
 
 
 def add_status_routes(api: APIRouter, collections: Collections, deployment: Callable[[], str]) -> None:
@@ -197,32 +204,40 @@ def add_status_routes(api: APIRouter, collections: Collections, deployment: Call
 # ------------------------------------------------------------------------------------- answers of one collection
 
 
-async def _answer_search(service: Service, request: schema.SearchRequest) -> Response:
+async def _answer_search(service: Release, request: schema.SearchRequest) -> Response:
     """Answer a search."""
     card = _require_model(service, request.model)
     filters.parse(request.filter, card.metadata)  # raises before anything is encoded
-    queries = [Query(*both) for both in zip(request.queries(), request.instructions(), strict=True)]
     if request.hybrid and not card.lexical:
         raise HttpError(400, f"hybrid={request.hybrid:g}: {schema.NO_WORDS}", param="hybrid")
     if request.rerank and card.reranker is None:
         message = "rerank=true: this server has no reranker; leave it out, or start `infembed serve` with rerank.kind"
         raise HttpError(400, message, param="rerank")
-    asked = Search(
-        queries,
-        request.top_k,
-        request.filter,
-        request.allow_partial,
-        request.min_sequence,
-        request.exclude,
-        request.hybrid,
-        request.explain,
-        rerank=request.rerank,
+    answer = await service.search(
+        Search(
+            Question(request.query, request.instruction or None),
+            request.top_k,
+            request.filter,
+            request.min_sequence,
+            request.exclude,
+            request.hybrid,
+            request.explain,
+            request.rerank,
+        )
     )
-    answer = await service.search(asked)
-    return json_response(_search_answer(answer, isinstance(request.query, list)))
+    response = schema.SearchResponse(
+        index_version=answer.index_version,
+        sequence=answer.sequence,
+        model=answer.model,
+        timings=answer.timings,
+        hits=list(answer.hits),
+        notes=list(answer.notes),
+        explanation=answer.explanation,
+    )
+    return json_response(response)
 
 
-async def _answer_put(service: Service, request: schema.PutRequest) -> Response:
+async def _answer_put(service: Release, request: schema.PutRequest) -> Response:
     """Put documents."""
     _require_writable(service)
     documents = [
@@ -237,7 +252,7 @@ async def _answer_put(service: Service, request: schema.PutRequest) -> Response:
     return json_response(schema.ChangeResponse(object="documents.put", count=len(documents), sequence=sequence))
 
 
-async def _answer_delete(service: Service, ids: list[str]) -> Response:
+async def _answer_delete(service: Release, ids: list[str]) -> Response:
     """Delete documents."""
     _require_writable(service)
     ids = list(dict.fromkeys(ids))
@@ -245,73 +260,35 @@ async def _answer_delete(service: Service, ids: list[str]) -> Response:
     return json_response(schema.ChangeResponse(object="documents.deleted", count=len(ids), sequence=sequence))
 
 
-def _checked_id(id: str) -> str:
-    """Return the id of a document in a path; HttpError if it is none."""
-    if not 1 <= len(id) <= schema.MAX_ID_CHARACTERS:
-        raise HttpError(400, f"id: must have 1 to {schema.MAX_ID_CHARACTERS} characters", param="id")
-    return id
-
-
-def _require_writable(service: Service) -> None:
+def _require_writable(service: Release) -> None:
     if not service.card.writable:
         raise ReadOnly
 
 
-def _require_model(service: Service, name: str | None) -> schema.Model:
+def _require_model(service: Release, name: str | None) -> schema.Model:
     """Return the card of the served model; HttpError if a request names another model."""
     card = service.card
-    return card if name in (None, card.id) else _other_model(str(name), [card])
+    if name not in (None, card.id):
+        message = f"the model {name!r} is not served here; the served model is {card.id!r}"
+        raise HttpError("model_not_found", message, param="model")
+    return card
 
 
-def _other_model(name: str, cards: Sequence[schema.Model]) -> NoReturn:
-    served = ", ".join(repr(card.id) for card in cards)
-    message = f"the model {name!r} is not served here; the served model is {served}"
-    raise HttpError("model_not_found", message, param="model")
-
-
-def _require_possible(
-    request: schema.EmbeddingsRequest, inputs: list[str] | list[list[int]], card: schema.Model
-) -> None:
-    """HttpError if the model has fewer dimensions than the request asks for, or does not know a token id."""
-    if request.dimensions is not None and request.dimensions > card.dimension:
-        message = f"dimensions={request.dimensions}: the model has {card.dimension}; ask for at most that many"
-        raise HttpError(400, message, param="dimensions")
-    largest = max((max(tokens) for tokens in inputs if isinstance(tokens, list)), default=0)
-    if largest >= card.vocabulary:
-        message = (
-            f"input: token id {largest}: the vocabulary of {card.id} ends at {card.vocabulary - 1}; "
-            "send ids of the model's own tokenizer, or text"
-        )
-        raise HttpError(400, message, param="input")
-
-
-async def _join(pieces: Iterable[bytes]) -> bytes:
-    """Join the pieces of an answer; other requests get a turn every `TURN_BYTES`."""
-    joined, size = [], 0
-    for piece in pieces:
-        joined.append(piece)
-        size += len(piece)
-        if size > TURN_BYTES:
+async def _embeddings_json(embedded: Embedded, model: str, request: schema.EmbeddingsRequest) -> bytes:
+    """Serialise an `EmbeddingsResponse`, which can hold millions of numbers; other requests get a turn in between."""
+    vectors = embedded.vectors
+    if request.dimensions is not None:
+        vectors = vectors[:, : request.dimensions]
+        vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    data = []
+    for i, vector in enumerate(vectors.astype("<f4")):
+        base64 = request.encoding_format == "base64"
+        embedding = b'"%s"' % b64encode(vector) if base64 else to_json(vector.tolist())
+        data.append(b'{"object":"embedding","index":%d,"embedding":%s}' % (i, embedding))
+        if i % EMBEDDINGS_PER_TURN == 0:
             await asyncio.sleep(0)
-            size = 0
-    return b"".join(joined)
-
-
-def _search_answer(answer: Found, many: bool) -> schema.SearchResponse | schema.SearchManyResponse:
-    common: dict[str, Any] = {
-        "index_version": answer.index_version,
-        "sequence": answer.sequence,
-        "model": answer.model,
-        "timings": answer.timings,
-        "partial": bool(answer.missing_shards),
-        "missing_shards": list(answer.missing_shards),
-        "notes": list(answer.notes),
-        "explanation": answer.explanation,
-    }
-    if many:
-        results = [schema.SearchResult(hits=list(hits)) for hits in answer.results]
-        return schema.SearchManyResponse(results=results, **common)
-    return schema.SearchResponse(hits=list(answer.results[0]), **common)
+    end = b'"model":%s,"usage":{"prompt_tokens":%d,"total_tokens":%d}'
+    return b'{"object":"list","data":[%s],' % b",".join(data) + end % (to_json(model), *[embedded.tokens] * 2) + b"}"
 
 
 def _checked_metadata(metadata: dict[str, Any], card: schema.Model, where: str) -> dict[str, schema.Metadata]:

@@ -10,31 +10,33 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from infembed_ray.config.serving import RankingSettings
+from infembed_ray.config.serving import RankingSettings, ServeSettings
+from infembed_ray.modeling.formats import Question
 from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import ShardQuery
+from infembed_ray.retrieval.fusion import away
+from infembed_ray.retrieval.instruction_parts import split
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
 from infembed_ray.serving import explaining, schema
 from infembed_ray.serving.encoder.batching import Embedded
-from infembed_ray.serving.release import CollectionSpec
-from infembed_ray.serving.routing.channels import Channels
+from infembed_ray.serving.release import ENCODER, RERANKER, CollectionSpec, ReleaseSpec
 from infembed_ray.serving.routing.encoder_calls import DEADLINE_SHARE, EncoderCalls, EncoderInputs
 from infembed_ray.serving.routing.fan_out import Deployment, FanOut, now
+from infembed_ray.serving.routing.remote import RemoteDeployment
 from infembed_ray.serving.routing.reranking import Reranked, RerankStage
 from infembed_ray.serving.routing.retries import RetriedCalls
 from infembed_ray.serving.service import (
     Document,
-    Found,
-    Query,
     ReadOnly,
     ReplicaLost,
     Search,
+    SearchOutcome,
     ShardState,
     Stuck,
     TooManyChanges,
@@ -45,28 +47,61 @@ PROBE_TIMEOUT_S = 2.0
 STATE_MAX_AGE_S = 1.0
 """Age after which a change of documents asks the shards for their states again."""
 NO_CHANNELS = RankingSettings()
-ALMOST_FULL = 0.5
-"""Share of `max_changed_documents` from which a warning is logged."""
+HYBRID_DEPTH = 100
+"""Candidates by vector, and as many by words, from every shard; at least `top_k`."""
+COMPACT_AT = ServeSettings.model_fields["compact_at"].default
+FULL = 5
+"""Multiple of `compact_at` (of its default if it is null) from which documents are refused: compaction does not keep up."""
 
 log = logging.getLogger(__name__)
 
 
+def open_release(spec: ReleaseSpec, settings: ServeSettings, supervisor: RemoteDeployment) -> dict[str, Release]:
+    """Return the service of each collection, the default one first.
+
+    Their encoders and shards are the Serve deployments that the spec names. Collections with the same encoder share its calls
+    and its query cache, and all share the re-ranking stage.
+    """
+    encoders = {
+        name: EncoderCalls(
+            RemoteDeployment.named(ENCODER, name), replicas=settings.max_encoder_replicas or settings.encoder_replicas
+        )
+        for name in spec.encoders
+    }
+    reranker = None
+    if spec.rerank and spec.reranker:
+        reranker = RerankStage(spec.rerank, RemoteDeployment.named(RERANKER, spec.reranker.application))
+    return {
+        name: Release(
+            one,
+            encoders[one.encoder.application],
+            [RemoteDeployment.named(shard, one.index.application) for shard in one.shards],
+            supervisor,
+            timeout_s=settings.request_timeout_s,
+            shard_replicas=settings.shard_replicas,
+            max_changed_documents=FULL * (settings.compact_at or COMPACT_AT),
+            ranking=settings.ranking,
+            reranker=reranker,
+        )
+        for name, one in spec.by_name.items()
+    }
+
+
 class Release:
-    """A `service.Service` of one collection: one encoder and one index version. All calls come from one event loop.
+    """The service of one collection: one encoder and one index version. All calls come from one event loop.
+
+    The calls raise `QueueFull`, `DeadlineExceeded`, `FilterError`, `ReplicaLost`, `ReadOnly`, `Stuck`, `TooManyChanges` and
+    `NotApplied`; any other exception is an internal error.
 
     Args:
         spec: its parts.
-        encoder: may be shared with the releases of other collections.
+        encoder, reranker: may be shared with the releases of other collections.
         shards: as `FanOut` takes them; each has besides `document(id)`, `state() -> ShardState` and `ready()`.
         metrics: has `metrics() -> bytes`.
         timeout_s: request time-out.
         shard_replicas: largest number of replicas.
         max_changed_documents: documents that may differ from the index version per shard.
         ranking: how searches that do not say are scored; without `hybrid` if the index has no words.
-        reranker: re-orders the first hits; None: there is none.
-
-    Attributes:
-        reranker: as above.
     """
 
     def __init__(
@@ -84,7 +119,7 @@ class Release:
     ) -> None:
         self.spec = spec
         self.reranker = reranker
-        self._encoder = encoder
+        self.encoder = encoder
         # The settings are the API's, and a roll-back may lead to an index without words.
         self._ranking = ranking if spec.card.lexical else ranking.model_copy(update={"hybrid": 0.0})
         self._shards = shards
@@ -94,7 +129,6 @@ class Release:
             place_of(spec.changes), spec.card.metadata, spec.card.dimension, len(shards)
         )
         self._max_changed = max_changed_documents * len(shards)
-        self._warned = False
         self._states = [ShardState()] * len(shards)
         self._state_query: asyncio.Future[None] | None = None
         self._states_known_at = 0.0
@@ -105,32 +139,45 @@ class Release:
         """The served model and index."""
         return self.spec.card
 
-    async def embed(
-        self, inputs: list[str] | list[list[int]], input_type: schema.InputType, instruction: str | None
-    ) -> Embedded:
-        """As `Service.embed`."""
-        embedded = await self._encoder.embed(EncoderInputs(inputs, input_type, instruction), self._deadline())
-        return embedded
+    async def embed(self, texts: list[str], instructions: list[str | None] | None) -> Embedded:
+        """Embed texts: queries, each with its instruction or None, or passages, if `instructions` is None."""
+        return await self.encoder.embed(EncoderInputs(texts, instructions), self._deadline())
 
-    async def search(self, search: Search) -> Found:
-        """As `Service.search`: asks all shards at once and merges their hits."""
+    async def search(self, search: Search) -> SearchOutcome:
+        """Ask all shards at once and merge their hits: up to `top_k` passages that satisfy the filter."""
         filters.parse(search.filter, self.card.metadata)  # raises before any work is done
         start, deadline = time.perf_counter(), self._deadline()
-        channels = Channels.of(search, self._ranking)
-        asked = Channels.of(_leave_one_out(search), self._ranking) if search.explain else channels
-        vectors = asked.vectors(await self._encoder.query_cache(asked.texts, deadline))
+        text, instruction = search.query.query, search.query.instruction or ""
+        hybrid = self._ranking.hybrid if search.hybrid is None else search.hybrid
+        phrases = explaining.phrases_of(instruction) if search.explain else []
+        asked = [search.query]
+        if search.explain:
+            asked = [Question(text, variant) for variant in explaining.variants(instruction, phrases)]
+        vectors = await self._encode(asked, search, deadline)
         encoded = time.perf_counter()
-        reranker = self.reranker if self.reranker and self.reranker.asked(search.rerank) else None
+        reranker = None if search.rerank is False else self.reranker
         depth = max(search.top_k, reranker.settings.depth) if reranker else search.top_k
-        own = vectors[: len(search.queries)]
-        query = channels.query(ShardQuery(own, depth, search.filter, search.min_sequence))
-        ranked = await self._fan_out.search(query, deadline, search.allow_partial, channels.hybrid)
+        query = ShardQuery(vectors[:1], depth, search.filter, search.min_sequence)
+        if hybrid:
+            # A bag of words cannot negate, so the unwanted part is left out also where `exclude` is false.
+            words = f"{split(instruction).wanted} {text}".strip()
+            query = replace(query, texts=[words], depth=max(HYBRID_DEPTH, search.top_k))
+        ranked = await self._fan_out.search(query, deadline, hybrid)
         searched = time.perf_counter()
-        reranked = Reranked(ranked.results, None, 0.0)
+        reranked = Reranked(ranked.results[0], None, 0.0)
         if reranker:
-            reranked = await reranker(search.queries, ranked.results, deadline)
-        answer = Found(
-            results=[hits[: search.top_k] for hits in reranked.results],
+            reranked = await reranker(search.query, ranked.results[0], deadline)
+        hits, notes, explanation = reranked.hits[: search.top_k], [reranked.note] if reranked.note else [], None
+        if search.explain:
+            plain = replace(search, query=Question(text), top_k=explaining.EXPLAINED_DEPTH, explain=False)
+            ids, plain_ids = ([hit.id for hit in each] for each in (hits, (await self.search(plain)).hits))
+            wanted = explaining.explained_ids(ids, plain_ids, search.top_k)
+            scores = await self._fan_out.scores(wanted, vectors, deadline)
+            explanation = explaining.explanation(phrases, ids, plain_ids, search.top_k, scores)
+            if changed := len(wanted) - len(scores):
+                notes.append(f"explain: passages that changed meanwhile: {changed}.")
+        return SearchOutcome(
+            hits=hits,
             model=self.card.id,
             index_version=self.card.index_version,
             sequence=ranked.sequence,
@@ -139,53 +186,43 @@ class Release:
                 search_ms=round(1e3 * (searched - encoded), 3),
                 rerank_ms=round(reranked.ms, 3) if reranker else None,
             ),
-            missing_shards=ranked.missing,
-            notes=[reranked.note] if reranked.note else [],
+            notes=notes,
+            explanation=explanation,
         )
-        if search.explain:
-            answer = await self._explained(search, answer, vectors, deadline)
-        return answer
 
-    async def _explained(self, search: Search, answer: Found, vectors: np.ndarray, deadline: float) -> Found:
-        """Add the explanation of its hits to the answer to one query.
+    async def _encode(self, questions: Sequence[Question], search: Search, deadline: float) -> np.ndarray:
+        """Return (questions, d) unit vectors, moved away from what the instructions exclude if the search asks for it."""
 
-        Args:
-            vectors: (2 + phrases, d), of the queries of `_leave_one_out`.
-        """
-        (hits,), (query,) = answer.results, search.queries
-        plain = await self.search(
-            replace(search, queries=[Query(query.text)], top_k=explaining.EXPLAINED_DEPTH, explain=False)
-        )
-        ids, plain_ids = [hit.id for hit in hits], [hit.id for hit in plain.results[0]]
-        wanted = explaining.explained_ids(ids, plain_ids, search.top_k)
-        scores = await self._fan_out.scores(wanted, vectors, deadline, search.allow_partial)
-        phrases = explaining.phrases_of(query.instruction or "")
-        explanation = explaining.explanation(phrases, ids, plain_ids, search.top_k, scores)
-        notes = list(answer.notes)
-        if plain.missing_shards:
-            notes.append(f"explain: ranks without the instruction leave out {', '.join(plain.missing_shards)}.")
-        if lost := len(wanted) - len(scores):
-            notes.append(f"explain: passages that changed meanwhile or whose shard did not answer: {lost}.")
-        return answer._replace(explanation=explanation, notes=notes)
+        async def encode(texts: Sequence[Question]) -> np.ndarray:
+            return await self.encoder.query_cache(texts, deadline)
+
+        exclude = self._ranking.exclude if search.exclude is None else search.exclude
+        return await (excluding(questions, self._ranking, encode) if exclude else encode(questions))
 
     async def put(self, documents: Sequence[Document]) -> int:
-        """As `Service.put`."""
+        """Add documents, or replace those with the same ids. The change is durable when the call returns.
+
+        Args:
+            documents: with distinct ids and metadata that matches the card's fields.
+
+        Returns:
+            The sequence number from which searches find them.
+        """
         await self._require_writable()
-        self._require_room()
-        embedded = await self._encoder.embed(
-            EncoderInputs([d.text for d in documents], "passage", None), self._deadline()
-        )
+        if self._changed >= self._max_changed:  # puts within a second can exceed it
+            raise TooManyChanges(self._changed, self._max_changed)
+        embedded = await self.embed([d.text for d in documents], None)
         return await self._append(
             [Put(d.id, d.text, vector, d.metadata) for d, vector in zip(documents, embedded.vectors, strict=True)]
         )
 
     async def delete(self, ids: Sequence[str]) -> int:
-        """As `Service.delete`."""
+        """Delete documents; unknown ids are ignored. Returns the sequence number from which searches omit them."""
         await self._require_writable()
         return await self._append(list(map(Delete, ids)))
 
     async def document(self, id: str) -> Document | None:
-        """As `Service.document`."""
+        """Return the current document; None if there is none."""
         shard = self._shards[shard_of(id, len(self._shards))]
         document: Document | None = await RetriedCalls()(lambda: shard("document", id), self._timeout_s)
         return document
@@ -193,14 +230,17 @@ class Release:
     async def ready(self, with_reranker: bool = False) -> bool:
         """Return whether the encoder and every shard answer, and the reranker if asked for: searches do without it."""
         stages = [self.reranker.ready()] if with_reranker and self.reranker else []
-        probes = asyncio.gather(self._encoder.ready(), *(shard("ready") for shard in self._shards), *stages)
+        probes = asyncio.gather(self.encoder.ready(), *(shard("ready") for shard in self._shards), *stages)
         try:
             return all(await asyncio.wait_for(probes, PROBE_TIMEOUT_S))
         except (asyncio.TimeoutError, ReplicaLost):
             return False
 
     async def fault(self) -> str | None:
-        """As `Service.fault`. A shard that does not answer keeps the fault that it reported last."""
+        """Return why changes of documents are not applied, in one line; None: they are applied.
+
+        A shard that does not answer keeps the fault that it reported last.
+        """
         await self._know_states()
         states = zip(self.spec.shards, self._states, strict=True)
         return next((f"{shard}: {state.fault}" for shard, state in states if state.fault), None)
@@ -211,7 +251,7 @@ class Release:
         return self._changed / len(self._shards)
 
     async def metrics(self) -> bytes:
-        """As `Service.metrics`."""
+        """Return the metrics of all replicas in Prometheus text format."""
         page: bytes = await self._metrics("metrics")
         return page
 
@@ -239,17 +279,6 @@ class Release:
         if fault := await self.fault():
             raise Stuck(fault)
 
-    def _require_room(self) -> None:
-        """Raise TooManyChanges if the limit of changed documents is reached. Puts within a second can exceed it."""
-        if self._changed >= self._max_changed:
-            raise TooManyChanges(self._changed, self._max_changed)
-        if self._changed > ALMOST_FULL * self._max_changed and not self._warned:
-            self._warned = True
-            log.warning(
-                "%d documents differ from index version %s, and from %d on documents are refused: compact the index",
-                *(self._changed, self.card.index_version, self._max_changed),
-            )
-
     async def _append(self, changes: Sequence[Change]) -> int:
         if not self._log:
             (store,) = self._shards
@@ -266,9 +295,33 @@ class Release:
         return now() + self._timeout_s
 
 
-def _leave_one_out(search: Search) -> Search:
-    """The search of its only query under the instructions whose scores explain its ranking, its own first."""
-    (query,) = search.queries
-    instruction = query.instruction or ""
-    instructions = explaining.variants(instruction, explaining.phrases_of(instruction))
-    return replace(search, queries=[Query(query.text, each) for each in instructions])
+async def excluding(
+    questions: Sequence[Question],
+    ranking: RankingSettings,
+    encode: Callable[[Sequence[Question]], Awaitable[np.ndarray]],
+) -> np.ndarray:
+    """Encode questions so that passages which resemble what their instructions exclude score lower.
+
+    Each is encoded under what its instruction wants (with `exclusion_keeps_instruction` under all of it), and its vector is
+    moved away from that of the unwanted part.
+
+    Args:
+        questions: n questions.
+        ranking: weight of the unwanted part.
+        encode: returns (texts, d) unit vectors.
+
+    Returns:
+        (n, d) unit vectors.
+    """
+    parts = [split(question.instruction or "") for question in questions]
+    numbers = [number for number, part in enumerate(parts) if part.unwanted]
+    texts = list(questions)
+    if not ranking.exclusion_keeps_instruction:
+        for number in numbers:
+            texts[number] = Question(texts[number].query, parts[number].wanted or None)
+    encoded = await encode(texts + [Question(parts[number].unwanted) for number in numbers])
+    vectors, unwanted = np.split(encoded, [len(questions)])
+    if numbers:
+        vectors = vectors.copy()
+        vectors[numbers] = away(vectors[numbers], unwanted, ranking.exclusion_weight)
+    return vectors

@@ -1,14 +1,13 @@
-"""Fan-out of a search to the shards of an index, in one phase or two, and the merge of their answers. No Ray.
+"""Fan-out of a search to the shards of an index, and the merge of their answers. No Ray.
 
-In one phase every shard answers its hits with their texts. Of many shards or many hits the merge drops most of them, so in two
-phases the shards answer ids and scores, and those that have winners are asked for their texts. Texts are cached by `Key`, which
-names one state of a document for ever.
+In one phase every shard answers its hits with their texts. In two phases the shards answer ids and scores, and those that have
+winners are asked for their texts, which are cached by `Key`: it names one state of a document for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -22,7 +21,7 @@ from infembed_ray.serving.encoder.batching import DeadlineExceeded
 from infembed_ray.serving.routing.micro_batching import MicroBatcher
 from infembed_ray.serving.routing.retries import RetriedCalls
 from infembed_ray.serving.schema import Metadata, SearchHit
-from infembed_ray.serving.service import NotApplied, ReplicaLost
+from infembed_ray.serving.service import NotApplied
 
 T = TypeVar("T")
 
@@ -37,8 +36,6 @@ CONTENTS_PER_CALL = 900
 leave out more for each call."""
 CACHED_CHARACTERS = 1 << 25
 """Most characters of cached texts in an ingress replica."""
-PARTIAL_PATIENCE_S = 1.0
-"""How long a search that may be partial waits for the other shards after the first has answered."""
 BEHIND_PAUSE_S = 0.05
 """Pause before a shard that has not applied `min_sequence` is asked again."""
 
@@ -53,11 +50,10 @@ class Deployment(Protocol):
 
 
 class Ranked(NamedTuple):
-    """The merged hits of every vector of a query, the least sequence of the answers, and the shards that did not answer."""
+    """The merged hits of every vector of a query, and the least sequence of the shards' answers."""
 
     results: list[list[SearchHit]]
     sequence: int
-    missing: list[str]
 
 
 class FanOut:
@@ -91,13 +87,12 @@ class FanOut:
             batched(shard, "scores_many", MAX_BATCH_KEYS, lambda query: len(query.ids)) for shard in shards.values()
         ]
 
-    async def search(self, query: ShardQuery, deadline: float, allow_partial: bool, hybrid: float = 0.0) -> Ranked:
+    async def search(self, query: ShardQuery, deadline: float, hybrid: float = 0.0) -> Ranked:
         """Search all shards and merge their hits.
 
         Args:
             query: its `ranking` is set here.
             deadline: by the event loop's time.
-            allow_partial: answer without shards that do not, if at least one does.
             hybrid: weight of words in the scores of a query with texts.
 
         Raises:
@@ -105,37 +100,27 @@ class FanOut:
             Exception: of a shard that did not answer.
         """
         query = replace(query, ranking=self._in_two_phases(query))
-        calls = {number: self._search_shard(number, query, deadline) for number in range(len(self._names))}
-        answers, error = await _ask(calls, allow_partial)
-        while answers:
-            lost: set[int] = set()
-            if query.ranking:
-                merged = [merge_rankings(list(answers.values()), n, query.k, hybrid) for n in range(len(query.vectors))]
-                results, lost, error = await self._hits(list(answers), merged, deadline, allow_partial)
-            else:
-                by_query = zip(*(answer.hits for answer in answers.values()), strict=True)
-                results = [[_hit(*hit) for hit in merge(hits, query.k)] for hits in by_query]
-            if not lost:
-                missing = [name for number, name in enumerate(self._names) if number not in answers]
-                return Ranked(results, min(answer.sequence for answer in answers.values()), missing)
-            answers = {number: answer for number, answer in answers.items() if number not in lost}
-        raise error or ReplicaLost()
+        answers = await _all(self._search_shard(number, query, deadline) for number in range(len(self._names)))
+        if query.ranking:
+            merged = [merge_rankings(answers, n, query.k, hybrid) for n in range(len(query.vectors))]
+            results = await self._hits(merged, deadline)
+        else:
+            by_query = zip(*(answer.hits for answer in answers), strict=True)
+            results = [[_hit(*hit) for hit in merge(hits, query.k)] for hits in by_query]
+        return Ranked(results, min(answer.sequence for answer in answers))
 
-    async def scores(
-        self, ids: Sequence[str], vectors: np.ndarray, deadline: float, allow_partial: bool
-    ) -> dict[str, np.ndarray]:
+    async def scores(self, ids: Sequence[str], vectors: np.ndarray, deadline: float) -> dict[str, np.ndarray]:
         """Score passages, as they are stored now, under n query vectors.
 
         Returns:
-            id -> (n,) float32 scores. Deleted passages are left out, and with `allow_partial` those whose shard does not answer.
+            id -> (n,) float32 scores. Deleted passages are left out.
         """
         asked: dict[int, list[str]] = {}
         for id in ids:
             asked.setdefault(shard_of(id, len(self._names)), []).append(id)
-        calls = {shard: self._score[shard](ScoreQuery(some, vectors), deadline) for shard, some in asked.items()}
-        answers, _ = await _ask(calls, allow_partial)
-        scored = {id: of for shard, all in answers.items() for id, of in zip(asked[shard], all.T, strict=True)}
-        return {id: of for id, of in scored.items() if np.isfinite(of).all()}
+        answers = await _all(self._score[shard](ScoreQuery(some, vectors), deadline) for shard, some in asked.items())
+        scored = zip(asked.values(), answers, strict=True)
+        return {id: of for some, all in scored for id, of in zip(some, all.T, strict=True) if np.isfinite(of).all()}
 
     def _in_two_phases(self, query: ShardQuery) -> bool:
         if query.texts is not None:  # its hits are known after the fusion
@@ -151,40 +136,33 @@ class FanOut:
                 await asyncio.sleep(BEHIND_PAUSE_S)
             try:
                 return await self._search[number](query, deadline)
-            except Behind as found:
-                behind = found
+            except Behind as error:
+                behind = error
             except DeadlineExceeded:  # the pause took longer on a busy machine
                 if behind is None:
                     raise
                 break
         raise NotApplied(query.min_sequence, self._names[number], behind.args[0]) from behind
 
-    async def _hits(
-        self, shards: Sequence[int], merged: Sequence[MergedRanking], deadline: float, allow_partial: bool
-    ) -> tuple[list[list[SearchHit]], set[int], Exception | None]:
-        """Fetch the winners' texts: the hits; or the shards that did not give theirs, and the error of one."""
-        contents: dict[tuple[int, Key], Content | None] = {}
+    async def _hits(self, merged: Sequence[MergedRanking], deadline: float) -> list[list[SearchHit]]:
+        """Return the winners of each query with their texts, which are fetched unless they are cached."""
+        contents = {winner: self._cached.get(winner) for ranking in merged for winner in _winners(ranking)}
         asked: dict[int, list[Key]] = {}
-        for of_query in merged:
-            for winner in _keys(shards, of_query):
-                contents[winner] = self._cached.get(winner)
         for (shard, key), content in contents.items():
             if content is None:
                 asked.setdefault(shard, []).append(key)
-        fetched, error = await _ask(
-            {shard: self._fetch[shard](keys, deadline) for shard, keys in asked.items()}, allow_partial
-        )
-        for shard, found in fetched.items():
-            for key, content in zip(asked[shard], found, strict=True):
+        fetched = await _all(self._fetch[shard](keys, deadline) for shard, keys in asked.items())
+        for (shard, keys), texts in zip(asked.items(), fetched, strict=True):
+            for key, content in zip(keys, texts, strict=True):
                 contents[shard, key] = content
                 self._cached.put((shard, key), content)
-        if lost := asked.keys() - fetched.keys():
-            return [], lost, error
-        results = []
-        for of_query in merged:
-            ranking = zip(of_query.ids, of_query.scores, _keys(shards, of_query), strict=True)
-            results.append([_hit(id, score, *contents[winner]) for id, score, winner in ranking])  # type: ignore[misc]
-        return results, set(), None
+        return [
+            [
+                _hit(id, score, *contents[winner])  # type: ignore[misc]
+                for id, score, winner in zip(ranking.ids, ranking.scores, _winners(ranking), strict=True)
+            ]
+            for ranking in merged
+        ]
 
 
 def now() -> float:
@@ -196,33 +174,20 @@ async def _call(calls: RetriedCalls, shard: Deployment, method: str, items: Sequ
     return await calls(lambda: shard(method, items), deadline - now())
 
 
-async def _ask(calls: Mapping[int, Awaitable[T]], allow_partial: bool) -> tuple[dict[int, T], Exception | None]:
-    """Answers by shard. If partial answers are allowed, those of the shards that answered, and an error of the others."""
-    tasks = {number: asyncio.ensure_future(call) for number, call in calls.items()}
+async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Return all answers; the first error cancels the other calls."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
     try:
-        if not allow_partial:
-            return dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True)), None
-        pending = set(tasks.values())
-        while pending and not any(map(_succeeded, tasks.values())):  # a lost shard fails at once
-            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        if pending:
-            await asyncio.wait(pending, timeout=PARTIAL_PATIENCE_S)
-        errors = [task.exception() for task in tasks.values() if task.done() and not task.cancelled()]
-        answered = {n: task.result() for n, task in tasks.items() if _succeeded(task)}
-        return answered, next((error for error in errors if isinstance(error, Exception)), None)
+        return await asyncio.gather(*tasks)
     finally:
-        for task in tasks.values():
+        for task in tasks:
             task.cancel()
 
 
-def _succeeded(task: asyncio.Future[Any]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
-
-
-def _keys(shards: Sequence[int], merged: MergedRanking) -> Iterator[tuple[int, Key]]:
-    """The shard and the key of each winner."""
-    for ranking, place, id in zip(merged.rankings, merged.places, merged.ids, strict=True):
-        yield shards[ranking], (place, id)
+def _winners(merged: MergedRanking) -> Iterator[tuple[int, Key]]:
+    """Yield the shard and the key of each winner."""
+    for shard, place, id in zip(merged.rankings, merged.places, merged.ids, strict=True):
+        yield shard, (place, id)
 
 
 def _hit(id: str, score: float, text: str, metadata: Mapping[str, Metadata]) -> SearchHit:

@@ -1,10 +1,7 @@
 """Micro-batching: gathers concurrent items into few calls, so that they share the cost of a call between processes.
 
-An item is sent at once while few calls are in flight. Otherwise it waits until one of them returns, and is sent with all
-items that have arrived meanwhile. Nothing is delayed on purpose, and the higher the load, the less each item costs.
-
-An item that has waited for `MAX_WAIT_S` is rejected. The wait is measured, as in CoDel (Nichols and Jacobson 2012), and never
-predicted: a prediction made from slow calls would reject items long after the service has recovered.
+An item is sent at once while few calls are in flight; otherwise with all that arrive until one of them returns. An item that has
+waited for `MAX_WAIT_S` is rejected: the wait is measured, as in CoDel (Nichols and Jacobson 2012), and never predicted.
 """
 
 from __future__ import annotations
@@ -27,11 +24,10 @@ MAX_WAIT_S = 2.0
 
 @dataclass(frozen=True)
 class _Queued(Generic[Item]):
-    """An item that waits or is in flight; times are the event loop's."""
+    """An item that waits or is in flight."""
 
     item: Item
     weight: int
-    arrived: float
     deadline: float
 
 
@@ -77,7 +73,7 @@ class MicroBatcher(Generic[Item, Answer]):
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Answer] = loop.create_future()
         weight = self._weigh(item)
-        queued = _Queued(item, weight, loop.time(), deadline)
+        queued = _Queued(item, weight, deadline)
         if weight > self._max_weight:
             self._start(self._single, {answer: queued})
         else:

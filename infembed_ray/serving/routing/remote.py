@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +15,6 @@ from infembed_ray.serving.service import ReplicaLost
 
 RETRY_AFTER_S = 1.0
 """Retry-After when a replica is lost and nothing gives a better estimate."""
-MAX_RETRY_AFTER_S = 10.0
-"""Largest Retry-After of a deployment without replicas; it grows with the time since the last one was lost."""
 POLL_S = 0.25
 """Seconds between two checks whether a deployment that is waited for still has replicas."""
 
@@ -31,7 +28,6 @@ class RemoteDeployment:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
         self._methods: dict[str, DeploymentHandle] = {}  # creating a handle costs more than a call
-        self._without_replicas_since: float | None = None
 
     @classmethod
     def named(cls, deployment: str, application: str) -> RemoteDeployment:
@@ -61,12 +57,8 @@ class RemoteDeployment:
             answer.cancel()
 
     def _require_replicas(self, handle: DeploymentHandle) -> None:
-        if not ray_compat.has_no_replicas(handle):
-            self._without_replicas_since = None
-            return
-        now = time.monotonic()
-        self._without_replicas_since = self._without_replicas_since or now
-        raise ReplicaLost(min(max(now - self._without_replicas_since, RETRY_AFTER_S), MAX_RETRY_AFTER_S))
+        if ray_compat.has_no_replicas(handle):
+            raise ReplicaLost(RETRY_AFTER_S)
 
     async def _call(self, handle: DeploymentHandle, arguments: Sequence[Any]) -> Any:
         try:

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from infembed_ray.config.serving import RerankSettings
+from infembed_ray.modeling.formats import Question
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, QueueFull
 from infembed_ray.serving.routing.fan_out import Deployment, now
 from infembed_ray.serving.schema import SearchHit
-from infembed_ray.serving.service import Query, ReplicaLost
+from infembed_ray.serving.service import ReplicaLost
 
 RERANKED, LATE, FULL, LOST, FAILED = OUTCOMES = ("reranked", "late", "full", "lost", "failed")
 _REASONS = {
@@ -29,9 +30,9 @@ log = logging.getLogger(__name__)
 
 
 class Reranked(NamedTuple):
-    """The hits of every query, a note if they are in the retrieval's order, and the duration."""
+    """The hits, a note if they are in the retrieval's order, and the duration."""
 
-    results: list[list[SearchHit]]
+    hits: list[SearchHit]
     note: str | None
     ms: float
 
@@ -41,7 +42,7 @@ class RerankStage:
 
     Args:
         settings: depth and budget.
-        reranker: has `score_many(list[(query, instruction, texts)], timeout_s) -> list[array]` and `ready()`.
+        reranker: has `score(query, instruction, texts, timeout_s) -> array` and `ready()`.
 
     Attributes:
         counts: searches by outcome, one of `OUTCOMES`.
@@ -52,35 +53,23 @@ class RerankStage:
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._reranker = reranker
 
-    def asked(self, rerank: bool | None) -> bool:
-        """Return whether to re-rank a search, by its field `rerank`."""
-        return rerank is not False
+    async def __call__(self, query: Question, hits: Sequence[SearchHit], deadline: float) -> Reranked:
+        """Re-order the first `depth` hits, best first; the others follow in the retrieval's order.
 
-    async def __call__(
-        self, queries: Sequence[Query], results: Sequence[Sequence[SearchHit]], deadline: float
-    ) -> Reranked:
-        """Re-order the first `depth` hits of every query; the others follow in the retrieval's order.
-
-        Args:
-            queries: of one search.
-            results: their hits, best first.
-            deadline: of the search, by the event loop's time.
+        The deadline is that of the search, by the event loop's time.
         """
         start = time.perf_counter()
         budget_s = min(self.settings.budget_ms / 1e3, deadline - now())
-        items = [
-            (query.text, query.instruction, [hit.text for hit in hits[: self.settings.depth]])
-            for query, hits in zip(queries, results, strict=True)
-        ]
-        outcome, scores = await self._scores(items, budget_s)
+        first, others = hits[: self.settings.depth], hits[self.settings.depth :]
+        outcome, scores = await self._scores(query, [hit.text for hit in first], budget_s)
         self.counts[outcome] += 1
+        note, ordered = None, list(hits)
         if scores is None:
             reason = _REASONS[outcome].format(budget=self.settings.budget_ms)
             note = f"Not re-ranked: {reason}. The hits are in the retrieval's order."
-            ordered = [list(hits) for hits in results]
         else:
-            note = None
-            ordered = [_in_order(hits, s) for hits, s in zip(results, scores, strict=True)]
+            scored = [h.model_copy(update={"rerank_score": float(s)}) for h, s in zip(first, scores, strict=True)]
+            ordered = [scored[place] for place in np.argsort(-scores, kind="stable")] + list(others)
         return Reranked(ordered, note, 1e3 * (time.perf_counter() - start))
 
     async def ready(self) -> bool:
@@ -90,15 +79,14 @@ class RerankStage:
         except ReplicaLost:
             return False
 
-    async def _scores(
-        self, items: Sequence[tuple[str, str | None, list[str]]], budget_s: float
-    ) -> tuple[str, Sequence[np.ndarray] | None]:
+    async def _scores(self, query: Question, texts: list[str], budget_s: float) -> tuple[str, np.ndarray | None]:
         """Return the outcome, and the scores if it is `RERANKED`."""
         try:
             if budget_s <= 0:
                 return LATE, None
             # A call that is cut off is cancelled, also on the replica.
-            return RERANKED, await asyncio.wait_for(self._reranker("score_many", items, budget_s), budget_s)
+            call = self._reranker("score", query.query, query.instruction, texts, budget_s)
+            return RERANKED, await asyncio.wait_for(call, budget_s)
         except (asyncio.TimeoutError, DeadlineExceeded):
             return LATE, None
         except QueueFull:
@@ -108,12 +96,3 @@ class RerankStage:
         except Exception:  # the search has its hits, whatever happened to the reranker
             log.exception("a search was not re-ranked")
             return FAILED, None
-
-
-def _in_order(hits: Sequence[SearchHit], relevance: np.ndarray) -> list[SearchHit]:
-    """Order the hits that have a score by it, and write it into them; ties keep their order, and the others follow."""
-    first = [
-        hit.model_copy(update={"rerank_score": float(score)})
-        for hit, score in zip(hits, relevance, strict=False)  # hits beyond the depth have no score
-    ]
-    return [first[place] for place in np.argsort(-relevance, kind="stable")] + list(hits[len(first) :])

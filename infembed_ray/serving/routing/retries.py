@@ -1,7 +1,6 @@
 """The retry inside the service: a call whose replica is lost or silent is made again on another replica.
 
-Nothing closes the connections of a lost machine, so Ray takes seconds to know that its replicas are gone. Until then calls to
-them have neither answer nor error; a second call does not wait for that.
+Ray takes seconds to know that the replicas of a lost machine are gone; until then calls to them have no answer and no error.
 """
 
 from __future__ import annotations

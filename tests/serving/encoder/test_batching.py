@@ -3,22 +3,16 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-from collections.abc import Iterator
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infembed_ray.serving.encoder import batching as engine_module
 from infembed_ray.serving.encoder.batching import (
     BatchingEngine,
     DeadlineExceeded,
-    EmptySequence,
     QueueFull,
-    cheapest_batches,
-    measured_overhead,
 )
 from tests.serving.debug import debug_embed
 from tests.support.waiting import wait_until_async
@@ -91,52 +85,6 @@ def test_sequences_that_queue_while_the_model_is_busy_are_batched_by_length() ->
     asyncio.run(run())
 
 
-def test_an_expensive_pass_makes_larger_batches() -> None:
-    def passes(overhead_tokens: float) -> int:
-        async def run() -> int:
-            model = Model()
-            engine = BatchingEngine(model, batch_tokens=4096, overhead_tokens=overhead_tokens)
-            first = await occupy_model(model, engine)
-            rest = [asyncio.create_task(engine.embed([sequence(4 * n)])) for n in range(1, 33)]
-            await wait_until_async(lambda: engine.waiting == 32)
-            model.gate.set()
-            await asyncio.gather(first, *rest)
-            return len(model.batches) - 1
-
-        return asyncio.run(run())
-
-    assert passes(overhead_tokens=0) == 32  # nothing is padded
-    assert 1 < passes(overhead_tokens=64) < 32
-    assert passes(overhead_tokens=4096) == 1
-
-
-def divisions(items: list[int]) -> Iterator[list[list[int]]]:
-    """All ways to divide items into batches, neighbours or not."""
-    if not items:
-        yield []
-        return
-    first, *rest = items
-    for division in divisions(rest):
-        yield [[first], *division]
-        for i, batch in enumerate(division):
-            yield [*division[:i], [first, *batch], *division[i + 1 :]]
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.integers(1, 30), max_size=6), st.integers(1, 100), st.integers(0, 60))
-def test_the_division_into_batches_has_least_cost(lengths: list[int], batch_tokens: int, overhead: int) -> None:
-    lengths = sorted(lengths)
-
-    def cost(batches: list[list[int]]) -> float:
-        if any(len(b) > 1 and len(b) * max(b) > batch_tokens for b in batches):
-            return float("inf")
-        return sum(overhead + len(b) * max(b) for b in batches)
-
-    chosen = [lengths[low:high] for low, high in cheapest_batches(lengths, batch_tokens, overhead)]
-    assert [length for batch in chosen for length in batch] == lengths
-    assert cost(chosen) == min(map(cost, divisions(lengths)))
-
-
 def test_a_large_request_does_not_delay_single_ones() -> None:
     async def run() -> None:
         model = Model()
@@ -192,20 +140,6 @@ def test_a_cancelled_request_never_reaches_the_model() -> None:
     asyncio.run(run())
 
 
-def test_cancelling_a_request_in_the_model_affects_no_other() -> None:
-    async def run() -> None:
-        model = Model()
-        engine = BatchingEngine(model)
-        in_the_model = await occupy_model(model, engine)
-        waiting = asyncio.create_task(engine.embed([sequence(4)]))
-        in_the_model.cancel()
-        await wait_until_async(in_the_model.done)
-        model.gate.set()
-        np.testing.assert_array_equal(await waiting, debug_embed([sequence(4)]))
-
-    asyncio.run(run())
-
-
 def test_a_sequence_on_which_the_model_raises_fails_alone() -> None:
     """The model fails on any batch with it; who shared the batch is answered."""
     seen: list[list[int]] = []
@@ -231,25 +165,6 @@ def test_a_sequence_on_which_the_model_raises_fails_alone() -> None:
     asyncio.run(run())
 
 
-def test_a_broken_model_fails_every_request_and_is_called_again() -> None:
-    broken = True
-
-    def model(sequences: list[list[int]]) -> np.ndarray:
-        if broken:
-            raise RuntimeError("device lost")
-        return debug_embed(sequences)
-
-    async def run() -> None:
-        nonlocal broken
-        engine = BatchingEngine(model)
-        answers = await asyncio.gather(*[engine.embed([sequence(3)]) for _ in range(5)], return_exceptions=True)
-        assert all(isinstance(answer, RuntimeError) for answer in answers)
-        broken = False
-        assert len(await engine.embed([sequence(3)])) == 1
-
-    asyncio.run(run())
-
-
 def test_a_request_that_expires_in_the_queue_never_reaches_the_model() -> None:
     async def run() -> None:
         model = Model()
@@ -266,41 +181,6 @@ def test_a_request_that_expires_in_the_queue_never_reaches_the_model() -> None:
             await engine.embed([sequence(4, first=3)], timeout_s=0)  # an idle engine would have begun at once
         assert [s[0] for batch in model.batches for s in batch] == [99, 1]
         assert engine.counters.expired == 2
-
-    asyncio.run(run())
-
-
-def test_a_request_that_expires_in_the_model_fails_at_once_and_affects_no_other() -> None:
-    async def run() -> None:
-        model = Model()
-        model.gate.clear()
-        engine = BatchingEngine(model)
-        both = [asyncio.create_task(engine.embed([sequence(4)], timeout_s=t)) for t in (0.01, 60)]
-        with pytest.raises(DeadlineExceeded):
-            await both[0]
-        assert model.running == 1
-        model.gate.set()
-        np.testing.assert_array_equal(await both[1], debug_embed([sequence(4)]))
-        assert len(await engine.embed([sequence(4)])) == 1
-
-    asyncio.run(run())
-
-
-def test_a_huge_request_does_not_delay_others() -> None:
-    async def run() -> None:
-        model = Model()
-        engine = BatchingEngine(model, batch_tokens=50)
-        first = await occupy_model(model, engine)
-        huge = asyncio.create_task(engine.embed([sequence(10)] * 500))
-        singles = [asyncio.create_task(engine.embed([sequence(10, first=n)])) for n in range(1, 15)]
-        await wait_until_async(lambda: engine.waiting == 514)
-        model.gate.set()
-        await asyncio.gather(*singles)
-        assert len(model.batches) <= 1 + 5
-        assert not huge.done()
-        huge.cancel()
-        await wait_until_async(lambda: engine.waiting == 0)
-        await first
 
     asyncio.run(run())
 
@@ -343,33 +223,10 @@ def test_a_model_that_drops_a_row_is_an_error() -> None:
     asyncio.run(run())
 
 
-def test_empty_input_is_rejected() -> None:
-    engine = BatchingEngine(debug_embed)
-    with pytest.raises(ValueError, match="no sequences"):
-        asyncio.run(engine.embed([]))
-    with pytest.raises(EmptySequence, match="input 1 has no tokens"):
-        asyncio.run(engine.embed([[1], []]))
-
-
-@pytest.mark.parametrize(("overhead_tokens", "expected"), [(0, 16), (100, 100), (1000, 1000), (10**6, 4096)])
-def test_the_measured_overhead_is_the_models(
-    overhead_tokens: int, expected: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-
-    def embed(sequences: list[list[int]]) -> np.ndarray:
-        nonlocal now
-        now += 1e-5 * (overhead_tokens + sum(map(len, sequences)))
-        return debug_embed(sequences)
-
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: now))
-    assert measured_overhead(embed, lambda n: [0] * n, 4096) == pytest.approx(expected)
-
-
 def test_a_request_that_would_wait_too_long_is_rejected_and_the_next_is_not() -> None:
     async def run() -> None:
         model = Model()
-        engine = BatchingEngine(model, batch_tokens=40, overhead_tokens=0)
+        engine = BatchingEngine(model, batch_tokens=40)
         await engine.embed([sequence(10)])
         model.batches.clear()
         first = await occupy_model(model, engine)

@@ -6,7 +6,7 @@ import numpy as np
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from infembed_ray.serving.http.app import RequestLimits, create_app
+from infembed_ray.serving.http.app import create_app
 from infembed_ray.serving.http.auth import ApiKeys
 from tests.serving.debug import DebugService, debug_embed
 
@@ -14,11 +14,19 @@ JSON = {"Content-Type": "application/json"}
 
 
 def make_app(
-    service: DebugService | None = None, keys: tuple[str, ...] = (), limits: RequestLimits | None = None
+    service: Any = None,
+    keys: tuple[str, ...] | ApiKeys = (),
+    request_timeout_s: float = 30.0,
+    **collections: Any,
 ) -> FastAPI:
-    service = service or DebugService()
+    """Return the API over a service as the default collection, and over further collections."""
+    default = service or DebugService()
     return create_app(
-        service, lambda: "fingerprint", ApiKeys(keys), limits or RequestLimits(), registry=service.registry
+        lambda: {"index": default, **collections},
+        lambda: "fingerprint",
+        keys if isinstance(keys, ApiKeys) else ApiKeys(keys),
+        request_timeout_s,
+        registry=default.registry,
     )
 
 

@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from infembed_ray.serving import schema
-from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, Embedded, EmptySequence, QueueFull
-from infembed_ray.serving.http.app import RequestLimits
-from tests.serving.debug import CARD, DIMENSION, VOCABULARY, DebugService, debug_embed
+from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, Embedded, QueueFull
+from infembed_ray.serving.http import app
+from tests.serving.debug import CARD, DIMENSION, DebugService, debug_embed
 from tests.serving.http.clients import JSON, client_of, make_app, refused
 
 
@@ -31,15 +29,10 @@ def client() -> TestClient:
         ({"input": " \n"}, "input", "must not be empty"),
         ({"input": []}, "input", "at least 1 item"),
         ({"input": ["a", ""]}, "input", "1: String should have at least 1 character"),
-        ({"input": [[]]}, "input", "at least 1 item"),
-        ({"input": [1.5]}, "input", "give a text, a list of texts"),
-        ({"input": [1, "a"]}, "input", "valid integer"),
-        ({"input": [True]}, "input", "give a text, a list of texts"),
-        ({"input": [-1]}, "input", "greater than or equal to 0"),
-        ({"input": [VOCABULARY]}, "input", "token id 256: the vocabulary of debug ends at 255"),
-        ({"input": [10**30]}, "input", "the vocabulary of debug ends at 255"),
-        ({"input": {"a": 1}}, "input", "give a text, a list of texts"),
-        ({"input": None}, "input", "give a text, a list of texts"),
+        ({"input": [1, "a"]}, "input", "valid string"),
+        ({"input": [[97, 98]]}, "input", "valid string"),
+        ({"input": {"a": 1}}, "input", "valid string"),
+        ({"input": None}, "input", "valid string"),
         ({"input": "x" * (schema.MAX_CHARACTERS + 1)}, "input", "at most 100000 characters"),
         ({"input": ["x"] * (schema.MAX_INPUTS + 1)}, "input", "at most 2048 items"),
         ({"dimensions": 0}, "dimensions", "greater than or equal to 1"),
@@ -66,23 +59,17 @@ def test_an_invalid_embeddings_request_gets_the_field_and_the_reason(
     ("body", "param"),
     [
         ({}, "query"),
-        ({"query": ["x", ""]}, "query"),
         ({"query": "q", "top_k": 0}, "top_k"),
         ({"query": "q", "top_k": 1001}, "top_k"),
         ({"query": 1}, "query"),
         ({"query": []}, "query"),
-        ({"query": ["x"] * 65}, "query"),
         ({"query": "q", "filter": {"yeer": 1}}, "filter"),
         ({"query": "q", "filter": {"year": {"gte": "x"}}}, "filter"),
         ({"query": "q", "filter": []}, "filter"),
-        ({"query": "q", "allow_partial": 1}, "allow_partial"),
         ({"query": "q", "exclude": 1}, "exclude"),
         ({"query": "q", "hybrid": 1.5}, "hybrid"),
         ({"query": "q", "hybrid": True}, "hybrid"),
         ({"query": "q", "hybrid": 0.3}, "hybrid"),  # the index has no words
-        ({"query": ["a", "b"], "instruction": ["I"]}, None),
-        ({"query": "a", "instruction": ["I", "J"]}, None),
-        ({"query": ["a"] * 64, "top_k": 1000}, None),
     ],
 )
 def test_an_invalid_search_request_gets_the_field_and_the_reason(
@@ -127,8 +114,9 @@ def test_another_content_type_is_rejected(client: TestClient, kind: str | None) 
     assert client.post("/v1/search", content=b'{"query": "q"}', headers=utf8).status_code == 200
 
 
-def test_a_body_over_the_limit_is_rejected_with_and_without_content_length() -> None:
-    client = client_of(make_app(limits=RequestLimits(max_body_mib=0.01)))
+def test_a_body_over_the_limit_is_rejected_with_and_without_content_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MAX_BODY_BYTES", 10_000)
+    client = client_of(make_app())
     body = json.dumps({"query": "q", "instruction": "x" * 20_000}).encode()
     read = 0
 
@@ -142,7 +130,6 @@ def test_a_body_over_the_limit_is_rejected_with_and_without_content_length() -> 
         answer = client.post("/v1/search", content=content, headers=JSON)
         error = refused(answer, 413)
         assert (error["code"], answer.headers["connection"]) == ("body_too_large", "close")
-        assert "0.01 MiB" in error["message"]
     small = json.dumps({"query": "q"}).encode()
     assert client.post("/v1/search", content=iter([small[:5], small[5:]]), headers=JSON).status_code == 200
 
@@ -156,7 +143,6 @@ def test_a_model_that_is_not_served_is_not_found(client: TestClient) -> None:
 
 def test_unknown_paths_and_methods_get_errors_in_openais_shape(client: TestClient) -> None:
     refused(client.get("/v1/nothing"), 404)
-    refused(client.get("/v1/models/gpt-4"), 404)
     for method in ("GET", "OPTIONS", "PATCH", "NONSENSE"):
         answer = client.request(method, "/v1/search")
         refused(answer, 405)
@@ -175,20 +161,6 @@ def test_a_full_queue_answers_429_with_retry_after() -> None:
     assert answer.headers["retry-after"] == "2"
 
 
-def test_an_internal_error_shows_the_client_no_details(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(sequences: list[list[int]]) -> np.ndarray:
-        raise RuntimeError("device-side assert")
-
-    client = client_of(make_app(DebugService(BatchingEngine(broken))), raise_server_exceptions=True)
-    body = {"input": "confidential", "model": "debug"}
-    answer = client.post("/v1/embeddings", json=body, headers={"X-Request-ID": "r-17"})
-    error = refused(answer, 500)
-    assert (error["type"], error["message"]) == ("server_error", "internal error; the server's log has the details")
-    assert "r-17" in caplog.text
-    assert "device-side assert" in caplog.text
-    assert "confidential" not in caplog.text
-
-
 def test_a_request_that_times_out_is_cancelled_and_answered_504() -> None:
     service = DebugService()
     release = threading.Event()
@@ -198,7 +170,7 @@ def test_a_request_that_times_out_is_cancelled_and_answered_504() -> None:
         return debug_embed(sequences)
 
     service.engine = BatchingEngine(slow)
-    client = client_of(make_app(service, limits=RequestLimits(request_timeout_s=0.05)))
+    client = client_of(make_app(service, request_timeout_s=0.05))
     answer = client.post("/v1/search", json={"query": "q"})
     release.set()
     assert refused(answer, 504)["code"] == "deadline_exceeded"
@@ -217,17 +189,6 @@ def test_a_deadline_of_the_service_is_reported_as_the_requests_own(monkeypatch: 
     assert refused(answer, 504)["message"] == "not answered within 30 s; try again in 1 s"
 
 
-def test_input_without_tokens_is_a_client_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = DebugService()
-
-    async def empty(*_: Any) -> Any:
-        raise EmptySequence("input 0 has no tokens")
-
-    monkeypatch.setattr(service, "embed", empty)
-    error = refused(client_of(make_app(service)).post("/v1/embeddings", json={"input": [1], "model": "debug"}), 400)
-    assert (error["message"], error["param"]) == ("input 0 has no tokens: send text", "input")
-
-
 def test_health_readiness_and_models() -> None:
     service = DebugService()
     client = client_of(make_app(service))
@@ -236,21 +197,5 @@ def test_health_readiness_and_models() -> None:
     service.is_ready = False
     assert refused(client.get("/readyz"), 503)["code"] == "not_ready"
     assert client.get("/v1/models").json() == {"object": "list", "data": [CARD.model_dump()]}
-    assert client.get("/v1/models/debug").json() == CARD.model_dump()
     service.card = CARD.model_copy(update={"index_version": "v2"})
-    assert client.get("/v1/models/debug").json()["index_version"] == "v2"
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    queries=st.lists(st.text(min_size=1, max_size=5).filter(str.strip), min_size=1, max_size=4),
-    instruction=st.none() | st.text(max_size=5),
-    top_k=st.integers(1, 6),
-)
-def test_a_batch_of_queries_is_answered_as_each_alone(
-    client: TestClient, queries: list[str], instruction: str | None, top_k: int
-) -> None:
-    common = {"instruction": instruction, "top_k": top_k}
-    together = client.post("/v1/search", json={"query": queries, **common}).json()["results"]
-    alone = [client.post("/v1/search", json={"query": query, **common}).json()["hits"] for query in queries]
-    assert [[h["id"] for h in result["hits"]] for result in together] == [[h["id"] for h in hits] for hits in alone]
+    assert client.get("/v1/models").json()["data"][0]["index_version"] == "v2"

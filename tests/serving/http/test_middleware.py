@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
-from infembed_ray.serving.http.app import RequestLimits, create_app
-from infembed_ray.serving.http.auth import SCOPES, ApiKeys, new_key
+from infembed_ray.serving.http.app import create_app
+from infembed_ray.serving.http.auth import ApiKeys, new_key
 from infembed_ray.serving.http.errors import KEY_LIMIT_HEADER
 from infembed_ray.serving.http.middleware import HEADERS
 from tests.serving.debug import DebugService
+from tests.serving.http import clients
+from tests.serving.http.clients import make_app
 
 SEARCH = {"query": "confidential"}
 
@@ -23,7 +24,7 @@ def client_of(
     service: DebugService | None = None, keys: tuple[str, ...] = (), host: str = "localhost", **options: Any
 ) -> TestClient:
     service = service or DebugService()
-    app = create_app(service, "f", ApiKeys(keys), registry=service.registry, **options)
+    app = create_app(lambda: {"index": service}, lambda: "f", ApiKeys(keys), registry=service.registry, **options)
     return TestClient(app, base_url=f"http://{host}")
 
 
@@ -40,16 +41,16 @@ def test_with_keys_all_paths_but_health_and_pages_need_one() -> None:
         answer = client.get(path, headers={"Authorization": "Bearer wrong"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         assert answer.headers["www-authenticate"] == "Bearer"
-    for path in ("/healthz", "/readyz", "/docs", "/openapi.json"):
+    for path in ("/healthz", "/readyz", "/openapi.json"):
         assert client.get(path).status_code == 200
     assert client.get("/v1/models", headers={"Authorization": "Bearer two"}).status_code == 200
     assert client.get("/metrics", headers={"Authorization": "Bearer two"}).status_code == 200
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("scope", ["read", "write", "admin"])
 def test_a_key_may_do_what_its_scope_says_and_nothing_else(tmp_path: Path, scope: str) -> None:
     key = new_key("a", tmp_path / "keys", scope)
-    client = TestClient(create_app(DebugService(), "f", ApiKeys(file=tmp_path / "keys")), base_url="http://localhost")
+    client = clients.client_of(make_app(keys=ApiKeys(file=tmp_path / "keys")))
     documents = {"documents": [{"id": "d", "text": "t"}]}
     requests: dict[tuple[str, str], Any] = {
         ("POST", "/v1/search"): SEARCH,
@@ -57,7 +58,6 @@ def test_a_key_may_do_what_its_scope_says_and_nothing_else(tmp_path: Path, scope
         ("GET", "/v1/models"): None,
         ("PUT", "/v1/documents"): documents,
         ("DELETE", "/v1/documents"): {"ids": ["d"]},
-        ("DELETE", "/v1/documents/d"): None,
         ("GET", "/metrics"): None,
     }
     allowed = set()
@@ -68,13 +68,13 @@ def test_a_key_may_do_what_its_scope_says_and_nothing_else(tmp_path: Path, scope
         else:
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "missing_scope")
             assert f"{method} {path}" in answer.json()["error"]["message"]
-    of_scope = {"read": list(requests)[:3], "write": list(requests)[3:6], "admin": [("GET", "/metrics")]}
+    of_scope = {"read": list(requests)[:3], "write": list(requests)[3:5], "admin": [("GET", "/metrics")]}
     assert allowed == set(of_scope[scope])
 
 
 def test_a_request_above_the_rate_of_its_key_is_told_when_to_come_back(tmp_path: Path) -> None:
     slow, fast = new_key("slow", tmp_path / "keys", rate=0.1), new_key("fast", tmp_path / "keys")
-    client = TestClient(create_app(DebugService(), "f", ApiKeys(file=tmp_path / "keys")), base_url="http://localhost")
+    client = clients.client_of(make_app(keys=ApiKeys(file=tmp_path / "keys")))
 
     def ask(key: str) -> Any:
         return client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
@@ -100,11 +100,6 @@ def test_without_keys_a_foreign_host_name_is_rejected(host: str) -> None:
     """A page of evil.example whose name was made to lead to 127.0.0.1 must not reach the API through a browser."""
     answer = client_of().post("/v1/search", json=SEARCH, headers={"Host": host})
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "foreign_host")
-
-
-def test_with_keys_every_host_name_is_accepted() -> None:
-    client = client_of(keys=("one",), host="search.example.org")
-    assert client.get("/v1/models", headers={"Authorization": "Bearer one"}).status_code == 200
 
 
 def test_the_body_of_a_request_without_a_key_is_not_read() -> None:
@@ -134,10 +129,6 @@ def test_a_request_without_a_valid_id_gets_a_new_one(id: Any) -> None:
     assert made[0] != made[1]
 
 
-def test_behind_a_proxy_that_adds_request_ids_the_api_adds_none() -> None:
-    assert "x-request-id" not in client_of(request_ids=False).get("/healthz").headers
-
-
 @pytest.mark.parametrize(("path", "status"), [("/healthz", 200), ("/nothing", 404), ("/v1/search", 405)])
 def test_every_answer_has_the_security_headers_and_none_of_cors(path: str, status: int) -> None:
     answer = client_of().get(path, headers={"Origin": "https://evil.example"})
@@ -145,15 +136,6 @@ def test_every_answer_has_the_security_headers_and_none_of_cors(path: str, statu
     for name, value in HEADERS:
         assert answer.headers[name.decode()] == value.decode()
     assert not any(name.startswith("access-control") for name in answer.headers)
-
-
-def test_an_answer_can_set_its_own_policy() -> None:
-    service = DebugService()
-    app = create_app(service, "f", ApiKeys())
-    own = {"Content-Security-Policy": "default-src 'self'"}
-    app.add_api_route("/own", lambda: PlainTextResponse("", headers=own), response_model=None)
-    answer = TestClient(app, base_url="http://localhost").get("/own")
-    assert answer.headers["content-security-policy"] == "default-src 'self'"
 
 
 # ------------------------------------------------------------------------------------------------ faults, counts
@@ -213,7 +195,7 @@ def asked(app: Any, *messages: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_a_client_that_disconnects_within_its_body_is_not_an_error(caplog: pytest.LogCaptureFixture) -> None:
     service = DebugService()
-    app = create_app(service, "f", ApiKeys(), registry=service.registry)
+    app = make_app(service)
     part = {"type": "http.request", "body": b'{"query', "more_body": True}
     assert asked(app, part, {"type": "http.disconnect"}) == []
     assert not caplog.records
@@ -223,7 +205,7 @@ def test_a_client_that_disconnects_within_its_body_is_not_an_error(caplog: pytes
 
 
 def test_an_incomplete_body_times_out() -> None:
-    app = create_app(DebugService(), "f", ApiKeys(), RequestLimits(request_timeout_s=0.05))
+    app = make_app(request_timeout_s=0.05)
     answer = asked(app, {"type": "http.request", "body": b'{"query', "more_body": True})
     assert answer[0]["status"] == 504
 

@@ -18,7 +18,7 @@ from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
 from infembed_ray.serving.encoder.batching import QueueFull
 from infembed_ray.serving.routing import fan_out
 from infembed_ray.serving.routing.fan_out import FanOut, Ranked
-from infembed_ray.serving.service import NotApplied, ReplicaLost
+from infembed_ray.serving.service import NotApplied
 from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, open_live, write_shards
 from tests.retrieval.vectors import unit_vectors
 
@@ -73,8 +73,8 @@ class World:
             named = {f"s{n}": shard for n, shard in enumerate(self.shards)}
             fan = FanOut(named, replicas=1)
 
-            async def search(k: int = 10, partial: bool = False, timeout_s: float = 5, **options: Any) -> Ranked:
-                return await fan.search(ShardQuery(QUERIES, k, **options), fan_out.now() + timeout_s, partial)
+            async def search(k: int = 10, timeout_s: float = 5, **options: Any) -> Ranked:
+                return await fan.search(ShardQuery(QUERIES, k, **options), fan_out.now() + timeout_s)
 
             await scenario(search)
 
@@ -107,7 +107,7 @@ def test_both_ways_give_the_best_of_all_shards(
         for k in (1, 7, 40, 1000):
             ranked = await search(k)
             world.check(ranked, k)
-            assert (ranked.sequence, ranked.missing) == (1, [])
+            assert ranked.sequence == 1
 
     world.play(scenario)
     assert (world.calls("contents_many") > 0) == (contents_per_call == 0)
@@ -124,7 +124,7 @@ def test_few_hits_of_few_shards_take_one_phase_and_many_take_two(world: World) -
 
 
 @pytest.mark.usefixtures("two_phases")
-def test_winners_seen_before_are_not_fetched_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_winners_seen_before_are_not_fetched_again(world: World) -> None:
     async def scenario(search: Any) -> None:
         first = await search(10)
         fetched = world.calls("contents_many")
@@ -136,16 +136,6 @@ def test_winners_seen_before_are_not_fetched_again(world: World, monkeypatch: py
         world.check(await search(80), 80)  # the cached text of its earlier state is not used
 
     world.play(scenario)
-    monkeypatch.setattr(fan_out, "CACHED_CHARACTERS", 20)  # the text of two documents
-    world.play(scenario_of_a_small_cache(world))
-
-
-def scenario_of_a_small_cache(world: World) -> Callable[[Any], Coroutine[Any, Any, None]]:
-    async def scenario(search: Any) -> None:
-        for _ in range(3):
-            world.check(await search(10), 10)
-
-    return scenario
 
 
 @pytest.mark.usefixtures("two_phases")
@@ -170,30 +160,6 @@ def test_texts_are_those_that_were_scored_although_documents_change_between_the_
     world.play(scenario)
 
 
-@pytest.mark.usefixtures("two_phases")
-def test_a_shard_lost_between_the_phases_is_treated_as_one_lost_before(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fan_out, "PARTIAL_PATIENCE_S", 0.2)
-
-    async def scenario(search: Any) -> None:
-        world.shards[2].failing = {"search_many": QueueFull(1.0)}
-        before = await search(10, partial=True)
-        world.shards[2].failing = {"contents_many": QueueFull(1.0)}
-        with pytest.raises(QueueFull):
-            await search(10)
-        between = await search(10, partial=True)
-        assert between.missing == before.missing == ["s2"]
-        assert between.results == before.results
-        assert [len(hits) for hits in between.results] == [10] * len(QUERIES)
-        for shard in world.shards:
-            shard.failing = {"contents_many": QueueFull(1.0)}
-        with pytest.raises(QueueFull):
-            await search(80, partial=True)
-
-    world.play(scenario)
-
-
 def test_a_search_waits_until_every_shard_has_applied_its_sequence(world: World) -> None:
     async def scenario(search: Any) -> None:
         waiting = asyncio.ensure_future(search(10, min_sequence=2))
@@ -212,36 +178,6 @@ def test_a_search_waits_until_every_shard_has_applied_its_sequence(world: World)
     world.play(scenario)
 
 
-def test_a_shard_that_is_behind_is_named_though_the_deadline_passes_during_a_pause(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sleep = asyncio.sleep
-
-    async def late(seconds: float) -> None:
-        await sleep(1.0 if seconds == fan_out.BEHIND_PAUSE_S else seconds)
-
-    async def scenario(search: Any) -> None:
-        with pytest.raises(NotApplied):
-            await search(10, min_sequence=9, timeout_s=0.5)
-
-    monkeypatch.setattr(asyncio, "sleep", late)
-    world.play(scenario)
-
-
-def test_a_shard_that_fails_at_once_takes_no_time_from_the_others(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fan_out, "PARTIAL_PATIENCE_S", 0.05)
-
-    async def scenario(search: Any) -> None:
-        world.shards[2].failing = {"search_many": QueueFull(1.0)}
-        for shard in world.shards:
-            shard.seconds = 0.2
-        assert (await search(10, partial=True)).missing == ["s2"]
-
-    world.play(scenario)
-
-
 def test_no_shard_is_asked_again_for_a_search_that_has_failed(world: World) -> None:
     async def scenario(search: Any) -> None:
         world.shards[2].failing = {"search_many": QueueFull(1.0)}
@@ -251,19 +187,6 @@ def test_no_shard_is_asked_again_for_a_search_that_has_failed(world: World) -> N
         asked = world.calls("search_many")
         await asyncio.sleep(3 * fan_out.BEHIND_PAUSE_S)
         assert world.calls("search_many") == asked
-
-    world.play(scenario)
-
-
-def test_a_shard_that_is_behind_is_missing_in_a_partial_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fan_out, "PARTIAL_PATIENCE_S", 0.2)
-    world.change(document("d1", 600))
-
-    async def scenario(search: Any) -> None:
-        monkeypatch.setattr(world.shards[1].live, "refresh", lambda: False)
-        ranked = await search(10, partial=True, min_sequence=1)
-        assert (ranked.missing, ranked.sequence) == (["s1"], 1)
-        world.shards[1].failing = {"search_many": ReplicaLost()}
 
     world.play(scenario)
 

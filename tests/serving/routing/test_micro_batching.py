@@ -62,16 +62,6 @@ def test_items_that_arrive_while_calls_are_in_flight_share_a_batch() -> None:
     asyncio.run(scenario())
 
 
-def test_items_of_one_pass_of_the_event_loop_share_a_batch() -> None:
-    async def scenario() -> None:
-        sender = Sender()
-        call = MicroBatcher(sender, max_calls=1, max_weight=64)
-        await asyncio.gather(*(call(i) for i in range(10)))
-        assert sender.sent == [list(range(10))]
-
-    asyncio.run(scenario())
-
-
 def test_an_items_error_goes_to_its_caller_and_a_failed_call_to_all() -> None:
     async def scenario() -> None:
         call = MicroBatcher(Sender(), max_calls=1, max_weight=64)
@@ -86,22 +76,6 @@ def test_an_items_error_goes_to_its_caller_and_a_failed_call_to_all() -> None:
             *map(MicroBatcher(broken, max_calls=1, max_weight=64), range(3)), return_exceptions=True
         )
         assert [str(answer) for answer in answers] == ["no way through"] * 3
-
-    asyncio.run(scenario())
-
-
-def test_the_item_of_a_cancelled_caller_is_not_sent() -> None:
-    async def scenario() -> None:
-        sender = Sender(held=True)
-        call = MicroBatcher(sender, max_calls=1, max_weight=64)
-        first = asyncio.ensure_future(call(1))
-        await soon()
-        gone, stays = asyncio.ensure_future(call(2)), asyncio.ensure_future(call(3))
-        await soon()
-        gone.cancel()
-        sender.go.set()
-        assert await asyncio.gather(first, stays) == [10, 30]
-        assert sender.sent == [[1], [3]]
 
     asyncio.run(scenario())
 

@@ -134,19 +134,9 @@ function chooseCollection(name) {
   present(card);
 }
 
-/** Tell what is served, which searches to try, and which fields a filter may name. */
+/** Tell what is served, and which fields a filter may name. */
 function present(card) {
   $("served").textContent = `${card.id} · ${card.passages.toLocaleString("en")} passages`;
-  $("suggestions").replaceChildren(...card.suggestions.map(({ query, instruction }) => {
-    const chip = element("button", "chip", element("b", "", query), element("span", "", instruction));
-    Object.assign(chip, { type: "button", title: `${query}\n${instruction}` });
-    chip.addEventListener("click", () => {
-      fill({ ...question(), q: query, a: undefined, b: instruction, filter: "" });
-      search();
-    });
-    return element("li", "", chip);
-  }));
-  $("try").hidden = !card.suggestions.length;
   const fields = Object.entries(card.metadata);
   $("fields").replaceChildren(...(fields.length ? ["Fields: "] : []), ...fields.map(([name, type]) => {
     const chip = element("button", "chip", `${name} ${type}`);

@@ -6,18 +6,17 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from email.message import Message
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from infembed_ray.serving.http.app import create_app
 from infembed_ray.serving.http.auth import ApiKeys
-from infembed_ray.serving.schema import Suggestion
-from infembed_ray.serving.service import Document, Found, Service
+from infembed_ray.serving.service import Document, SearchOutcome
 from tests.serving.debug import CARD, DebugService, listening
+from tests.serving.http.clients import make_app
 
 KEY = "sk-only-for-this-test"
 MARKUP = '<img src=x onerror="window.hacked = 1"><script>window.hacked = 1</script><b id="bold">bold</b>'
@@ -34,21 +33,17 @@ PREFER, LEAVE_OUT = (
     "Prefer what was measured.",
     'Leave out "definitions" & it\'s <b>introductions</b>\n100 % $HOME \\n é 翼',
 )
-SUGGESTIONS = [
-    Suggestion(query="drag", instruction=PREFER),
-    Suggestion(query=MARKUP, instruction=LEAVE_OUT),
-]
 
 
 class Search(DebugService):
     """Rankings that depend on the instruction; of the next searches, `faults` fail."""
 
-    def __init__(self, suggestions: Sequence[Suggestion] = SUGGESTIONS) -> None:
-        super().__init__(card=CARD.model_copy(update={"suggestions": list(suggestions)}))
+    def __init__(self) -> None:
+        super().__init__(card=CARD)
         self.documents = {document.id: document for document in DOCUMENTS}
         self.faults: list[Exception] = []
 
-    async def search(self, *question: Any) -> Found:
+    async def search(self, *question: Any) -> SearchOutcome:
         if self.faults:
             raise self.faults.pop(0)
         return await super().search(*question)
@@ -91,9 +86,7 @@ def served(
     **others: Search,
 ) -> Iterator[Server]:
     """The API at a free port of this machine while the block runs; `others` are further collections."""
-    services: dict[str, Service] = {"index": service, **others}
-    app = create_app(service, "playground", ApiKeys(keys, file), collections=lambda: services)
-    with listening(app) as url:
+    with listening(make_app(service, ApiKeys(keys, file), **others)) as url:
         yield Server(service, f"{url}/")
 
 

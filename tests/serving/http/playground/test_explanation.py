@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 
-from infembed_ray.serving import explaining
-from infembed_ray.serving.encoder.batching import QueueFull
 from tests.serving.debug import debug_embed
-from tests.serving.http.playground.pages import DOCUMENTS, LEAVE_OUT, Server, ids, shown, until
+from tests.serving.http.playground.pages import DOCUMENTS, Server, ids, shown
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 INSTRUCTION = "Prefer <b>measured</b> 🛩 values, e\u0301 and no introductions."
 PHRASES = ["Prefer <b>measured</b> 🛩 values,", "e\u0301", "and no introductions."]
@@ -76,101 +74,3 @@ def test_a_click_shows_ranks_scores_and_what_each_phrase_added(server: Server, o
     for effect in page.locator("#hits-b .phrases").first.locator("small").all_inner_texts():
         whole = whole.replace(f"\u00a0{effect}", "", 1)
     assert whole == INSTRUCTION
-
-
-def test_it_is_reached_and_closed_by_keyboard_and_says_its_state(server: Server, open_page: Any) -> None:
-    page = open_page(server.address(q="drag", b=INSTRUCTION, k=3))
-    shown(page, "b")
-    button = page.get_by_role("button", name="Why rank 2").last
-    page.locator(".ranking.b [data-copy=python]").focus()
-    for _ in range(10):
-        page.keyboard.press("Tab")
-        if button.evaluate("button => button === document.activeElement"):
-            break
-    assert button.get_attribute("aria-expanded") == "false"
-    page.keyboard.press("Enter")
-    page.locator("#hits-b .phrases").wait_for()
-    assert button.get_attribute("aria-expanded") == "true"
-    panel = page.locator("#hits-b .why:visible")
-    li, box = page.locator("#hits-b > li").nth(1).bounding_box(), panel.bounding_box()
-    assert box["y"] > li["y"] + 20  # below the passage's line, inside its item
-    assert box["y"] + box["height"] <= li["y"] + li["height"]
-    page.keyboard.press("Space")
-    assert panel.count() == 0
-    assert button.get_attribute("aria-expanded") == "false"
-
-
-@pytest.mark.parametrize(("a", "b"), [(LEAVE_OUT, INSTRUCTION), (INSTRUCTION, "")])
-def test_each_ranking_is_explained_by_its_own_instruction_or_the_only_one(
-    server: Server, open_page: Any, a: str, b: str
-) -> None:
-    page = open_page(server.address(q="drag", a=a, b=b, k=4))
-    for side, instruction in (("a", a), ("b", b or a)):
-        id = shown(page, side)[0]
-        panel = why(page, side, id)
-        told = panel.locator("dd").nth(1).inner_text()
-        assert told.endswith(f"score {number(score(id, instruction))}")
-
-
-def test_without_an_instruction_and_beyond_the_explained_hits_nothing_is_offered(
-    server: Server, open_page: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = open_page(server.address(q="drag", k=4))
-    shown(page, "b")
-    assert page.locator(".ask-why:visible").count() == 0
-
-    def answer(route: Any) -> None:  # as if 23 passages were found
-        found = route.fetch().json()
-        for result in found["results"]:
-            result["hits"] = [{**result["hits"][0], "id": f"d{rank}"} for rank in range(23)]
-        route.fulfill(json=found)
-
-    page.route("**/v1/search", answer)
-    page.goto(server.address(q="drag", b=INSTRUCTION, k=23))
-    until(page, "document.querySelectorAll('#hits-b > li').length === 23")
-    assert page.locator("#hits-b .ask-why:visible").count() == explaining.MAX_EXPLAINED_HITS
-
-
-def test_unknown_ranks_and_changed_passages_are_told(server: Server, open_page: Any) -> None:
-    page = open_page(server.address(q="drag", b=INSTRUCTION, k=3))
-    first, second, _ = shown(page, "b")
-
-    def answer(route: Any) -> None:
-        found = route.fetch().json()
-        passages = [passage for passage in found["explanation"]["passages"] if passage["id"] != second]
-        found["explanation"]["passages"] = [{**passage, "rank_without": None} for passage in passages]
-        route.fulfill(json=found)
-
-    page.route("**/v1/search", answer)
-    panel = why(page, "b", first)
-    assert f"not among the first {explaining.EXPLAINED_DEPTH}," in panel.locator("dd").first.inner_text()
-    page.get_by_role("button", name="Why rank 2").last.click()
-    page.get_by_text("The passage has changed meanwhile. Search again.").wait_for()
-
-
-def test_a_refusal_is_told_there_and_the_next_click_asks_again(server: Server, open_page: Any) -> None:
-    page = open_page(server.address(q="drag", b=INSTRUCTION, k=3))
-    shown(page, "b")
-    server.service.faults = [QueueFull(1.0)]
-    button = page.get_by_role("button", name="Why rank 1").last
-    button.click()
-    page.get_by_text("This cannot be explained now: too many requests are waiting").wait_for()
-    button.click()
-    button.click()
-    page.locator("#hits-b .phrases").wait_for()
-    assert page.get_by_text("This cannot be explained now").count() == 0
-
-
-def test_axe_finds_no_fault_in_an_explanation_and_it_fits_a_phone(server: Server, open_page: Any) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-core is not installed").Axe()
-    page = open_page(server.address(q="drag", b=INSTRUCTION, k=4), reduced_motion="reduce")
-    for rank in (0, 1):
-        why(page, "b", shown(page, "b")[rank])
-    for view in ("Compact", "Full"):
-        page.set_viewport_size({"width": 1440, "height": 900})
-        page.get_by_text(view, exact=True).click()
-        for scheme, width in (("light", 390), ("light", 1440), ("dark", 390), ("dark", 1440)):
-            page.emulate_media(color_scheme=scheme)
-            page.set_viewport_size({"width": width, "height": 900})
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
-            assert [violation["id"] for violation in axe.run(page).response["violations"]] == []

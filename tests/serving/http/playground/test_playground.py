@@ -6,20 +6,16 @@ import json
 import subprocess
 import sys
 import urllib.error
-from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infembed_ray.serving.encoder.batching import QueueFull
-from infembed_ray.serving.http.auth import new_key
-from infembed_ray.serving.service import Document, ReplicaLost
+from infembed_ray.serving.service import Document
 from tests.serving.debug import CARD
 from tests.serving.http.playground.pages import (
     KEY,
     LEAVE_OUT,
-    MARKUP,
     PREFER,
     Search,
     Server,
@@ -30,7 +26,7 @@ from tests.serving.http.playground.pages import (
     until,
 )
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def test_everything_is_reached_and_run_by_keyboard(server: Server, open_page: Any) -> None:
@@ -72,23 +68,6 @@ def test_everything_is_reached_and_run_by_keyboard(server: Server, open_page: An
     assert shown(page, "b") == ["definition"]
 
 
-def test_the_first_tab_skips_to_the_results_and_focus_is_seen(server: Server, open_page: Any) -> None:
-    page = open_page(server.address(q="drag", b=PREFER))
-    address = page.evaluate("location.hash")
-    shown(page, "b")
-    page.keyboard.press("Tab")
-    skip = page.locator("#skip")
-    assert skip.bounding_box()["y"] >= 0
-    page.keyboard.press("Enter")
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.name") == "show"
-    for _ in range(2):
-        page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.dataset.copy") == "curl"
-    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-    assert page.evaluate("location.hash") == address
-
-
 def test_the_address_holds_the_question_and_gives_it_again(server: Server, open_page: Any) -> None:
     page = open_page(server.url)
     page.locator("#query").fill("drag & lift = 1+1 #翼")
@@ -110,49 +89,6 @@ def test_the_address_holds_the_question_and_gives_it_again(server: Server, open_
     until(page, "document.getElementById('query').value.startsWith('drag')")
     until(page, "document.getElementById('results').getAttribute('aria-busy') === 'false'")
     assert (shown(page, "a"), shown(page, "b")) == first
-
-
-def test_a_suggested_search_is_filled_in_and_run(server: Server, open_page: Any) -> None:
-    page = open_page(server.url)
-    page.get_by_role("button", name=f"drag {PREFER}").click()
-    assert shown(page, "b") == ids(server.search("drag", PREFER))
-    values = [page.locator(f"#{id}").input_value() for id in ("query", "instruction-b", "filter")]
-    assert values == ["drag", PREFER, ""]
-    assert page.url == server.address(q="drag", b=PREFER, k=10)
-    page.locator("#suggestions button").nth(1).click()
-    page.locator("h2", has_text="Leave out").wait_for()
-    assert shown(page, "b") == ids(server.search(MARKUP, LEAVE_OUT))
-    assert page.locator("#suggestions :is(img, script)").count() == 0
-
-
-def test_without_suggestions_nothing_invites_to_try_them(open_page: Any) -> None:
-    with served(Search(suggestions=())) as bare:
-        page = open_page(bare.url)
-        until(page, "document.getElementById('served').textContent")
-        assert page.locator("#try").is_hidden()
-
-
-def test_the_filter_is_folded_until_it_is_needed(server: Server, open_page: Any) -> None:
-    page = open_page(server.address(q="drag", k=3))
-    shown(page, "b")
-    assert page.locator("#filter").is_hidden()
-    page.get_by_text("Filter").click()
-    assert page.locator("#fields button").all_inner_texts() == [
-        f"{name} {kind}" for name, kind in server.service.card.metadata.items()
-    ]
-    page.get_by_role("button", name="year integer").click()
-    page.keyboard.type("1958")
-    page.get_by_role("button", name="language string").click()
-    page.keyboard.type("en")
-    assert json.loads(page.locator("#filter").input_value()) == {"year": 1958, "language": "en"}
-    page.keyboard.press("Enter")
-    until(page, "document.querySelectorAll('#hits-b > li').length === 1")
-    assert shown(page, "b") == ["table/3"]
-    assert open_page(page.url).locator("#filter").is_visible()
-    page.locator("#filter").fill("{")
-    page.get_by_text("Filter").click()
-    page.locator("#search").click()
-    assert page.locator("#filter-fault").is_visible()
 
 
 def test_a_fault_of_the_question_is_told_at_its_field(server: Server, open_page: Any) -> None:
@@ -188,75 +124,6 @@ def test_a_fault_of_the_question_is_told_at_its_field(server: Server, open_page:
     assert page.locator("[aria-invalid]").count() == 0
 
 
-def stop_the_clock(page: Any) -> None:
-    """Time passes in the page only by `page.clock.run_for`."""
-    page.clock.install(time=datetime(2030, 1, 1, 1))
-    page.clock.pause_at(datetime(2030, 1, 1, 2))
-
-
-def test_what_passes_is_counted_down_and_tried_again(server: Server, open_page: Any) -> None:
-    page = open_page(server.url)
-    stop_the_clock(page)
-    server.service.faults = [QueueFull(1.2), ReplicaLost(1.0)]
-    page.locator("#query").fill("drag")
-    page.keyboard.press("Enter")
-    page.get_by_role("alert").get_by_text("The server is busy. too many requests are waiting").wait_for()
-    assert page.locator("#countdown").inner_text() == "Trying again in 2 s."
-    page.clock.run_for(1000)
-    assert page.locator("#countdown").inner_text() == "Trying again in 1 s."
-    page.clock.run_for(1000)
-    page.get_by_role("alert").get_by_text("The server cannot answer now.").wait_for()
-    assert page.locator("#countdown").inner_text() == "Trying again in 1 s."
-    page.clock.run_for(1000)
-    assert shown(page, "b") == ids(server.search("drag", None))
-    assert page.get_by_role("alert").is_hidden()
-
-
-def test_no_other_question_is_asked_on_its_own(server: Server, open_page: Any) -> None:
-    page = open_page(server.url)
-    stop_the_clock(page)
-    server.service.faults = [ReplicaLost(1.0)]
-    page.locator("#query").fill("drag")
-    page.keyboard.press("Enter")
-    page.get_by_text("Trying again in 1 s.").wait_for()
-    page.keyboard.type(" and")
-    page.clock.run_for(60_000)
-    assert page.locator("#trouble").is_visible()
-    assert page.get_by_text("Trying again").count() == 0
-    page.get_by_role("button", name="Try again").click()
-    assert shown(page, "b") == ids(server.search("drag and", None))
-
-
-def test_what_does_not_pass_is_not_tried_for_ever(server: Server, open_page: Any) -> None:
-    page = open_page(server.url)
-    stop_the_clock(page)
-    server.service.faults = [QueueFull(1.0)] * 6 + [RuntimeError("one attempt too many")]
-    page.locator("#query").fill("drag")
-    page.keyboard.press("Enter")
-    for left in range(5, 0, -1):
-        page.get_by_text("Trying again in 1 s.").wait_for()
-        assert len(server.service.faults) == left + 1
-        page.clock.run_for(1000)
-    page.get_by_role("button", name="Try again").wait_for()
-    page.clock.run_for(60_000)
-    assert len(server.service.faults) == 1
-    server.service.faults = []
-
-
-def test_a_server_that_is_not_there_or_fails_is_said(server: Server, open_page: Any) -> None:
-    page = open_page(server.address(q="drag"))
-    shown(page, "b")
-    server.service.faults = [RuntimeError("a fault of the test")]
-    page.locator("#search").click()
-    page.get_by_role("alert").get_by_text("Something failed in the server. internal error").wait_for()
-    page.route("**/v1/search", lambda route: route.fulfill(status=502, body="<html>Bad gateway</html>"))
-    page.get_by_role("button", name="Try again").click()
-    page.get_by_role("alert").get_by_text("502").wait_for()
-    page.unroute("**/v1/search")
-    page.get_by_role("button", name="Try again").click()
-    assert shown(page, "b")
-
-
 def test_a_key_is_asked_for_and_kept_nowhere_but_in_the_page(open_page: Any) -> None:
     with served(Search(), KEY) as locked:
         page = open_page(locked.address(q="drag", b=PREFER))
@@ -282,22 +149,6 @@ def test_a_key_is_asked_for_and_kept_nowhere_but_in_the_page(open_page: Any) -> 
         assert page.context.cookies() == []
         page.reload()
         key.wait_for()
-
-
-def test_the_colours_follow_the_system_until_chosen(server: Server, open_page: Any) -> None:
-    page = open_page(server.url, color_scheme="dark")
-    background = lambda: page.evaluate("getComputedStyle(document.body).backgroundColor")  # noqa: E731
-    dark = background()
-    page.emulate_media(color_scheme="light")
-    light = background()
-    assert light != dark
-    page.get_by_text("Dark").click()
-    assert background() == dark
-    page.reload()
-    until(page, "document.documentElement.dataset.theme === 'dark'")
-    assert background() == dark
-    page.get_by_text("Auto").click()
-    assert background() == light
 
 
 def test_axe_finds_no_fault(server: Server, open_page: Any) -> None:
@@ -336,28 +187,20 @@ def test_axe_finds_no_fault(server: Server, open_page: Any) -> None:
 
 
 def other_collection() -> Search:
-    other = Search(suggestions=())
+    other = Search()
     other.card = CARD.model_copy(update={"passages": 2, "metadata": {"court": "string"}})
     other.documents = {id: Document(id, f"text of {id}", {"court": "high"}) for id in ("law/1", "law/2")}
     return other
-
-
-def test_one_collection_has_no_selector(server: Server, open_page: Any) -> None:
-    page = open_page(server.url)
-    page.locator("#served", has_text="passages").wait_for()
-    assert not page.locator("#collection").is_visible()
 
 
 def test_a_collection_is_chosen_and_stays_in_the_address_and_in_copied_requests(open_page: Any) -> None:
     with served(Search(), law=other_collection()) as both:
         page = open_page(both.address(q="drag", b=PREFER))
         assert shown(page, "b") == ids(both.search("drag", PREFER))
-        assert page.locator("#suggestions button").count() == 2
         page.get_by_label("Collection").select_option("law")
         until(page, "document.querySelectorAll('#hits-b > li[data-id]').length === 2")
         assert set(shown(page, "a")) == set(shown(page, "b")) == {"law/1", "law/2"}
         assert page.locator("#served").inner_text() == "debug · 2 passages"
-        assert page.locator("#suggestions button").count() == 0
         assert page.locator("#fields button").all_text_contents() == ["court string"]
         assert "c=law" in page.url
         ranking = shown(page, "b")
@@ -375,16 +218,3 @@ def test_a_collection_is_chosen_and_stays_in_the_address_and_in_copied_requests(
         page.go_back()
         until(page, "document.querySelectorAll('#hits-b > li[data-id]').length === 2")
         assert page.get_by_label("Collection").input_value() == "law"
-
-
-def test_a_key_of_one_collection_searches_that_one(open_page: Any, tmp_path: Path) -> None:
-    key = new_key("law", tmp_path / "keys", collections="law")
-    with served(Search(), file=tmp_path / "keys", law=other_collection()) as both:
-        page = open_page(both.url)
-        page.get_by_label("API key").fill(key)
-        page.get_by_role("button", name="Use this key").click()
-        page.locator("#served", has_text="2 passages").wait_for()
-        page.locator("#query").fill("drag")
-        page.keyboard.press("Enter")
-        assert set(shown(page, "b")) == {"law/1", "law/2"}
-        assert not page.locator("#collection").is_visible()

@@ -13,7 +13,7 @@ import pytest
 
 from tests.serving.http.playground.pages import LEAVE_OUT, PREFER, Server, copied, ids, shown
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def test_copied_requests_run_and_give_the_ranking(server: Server, open_page: Any) -> None:

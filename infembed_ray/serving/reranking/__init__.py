@@ -1,1 +1,0 @@
-"""The reranker that `infembed serve` starts: its arguments, its engine and its replica."""
