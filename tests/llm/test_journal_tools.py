@@ -17,7 +17,7 @@ from infembed_ray.cli import main as cli
 from infembed_ray.errors import InputError
 from infembed_ray.llm import journal_tools
 from infembed_ray.llm.journal import Journal, encode
-from infembed_ray.llm.journal_tools import compact, export, import_entries, scan
+from infembed_ray.llm.journal_tools import compact, scan
 from tests.llm.test_journal import text_of, write
 from tests.support.chat import completion, request
 
@@ -206,22 +206,6 @@ def test_a_directory_with_other_jsonl_files_is_not_changed(tmp_path: Path) -> No
     assert files(tmp_path) == held
 
 
-def test_an_export_can_be_replayed_and_imported(tmp_path: Path) -> None:
-    write(tmp_path / "here", "a", "b")
-    write(tmp_path / "here", "b", "c")
-    exported = tmp_path / "all.jsonl"
-    assert export(tmp_path / "here", exported).duplicates == 1
-    replayed = Journal(tmp_path / "none", [exported])
-    assert [text_of(replayed, text) for text in "abc"] == [f"answer to {text}" for text in "abc"]
-
-    write(tmp_path / "there", "c", "d")
-    assert import_entries(tmp_path / "there", exported)[1] == 2
-    assert import_entries(tmp_path / "there", exported)[1] == 0
-    assert len(list((tmp_path / "there").iterdir())) == 2
-    there = Journal(tmp_path / "there")
-    assert [text_of(there, text) for text in "abcd"] == [f"answer to {text}" for text in "abcd"]
-
-
 def test_a_flipped_bit_in_a_line_is_detected(tmp_path: Path) -> None:
     sound = line("a", "the answer")
     for at in range(0, (len(sound) - len(b', "crc32": "00000000"}\n')) * 8, 7):
@@ -274,21 +258,7 @@ def test_verify_names_each_damaged_line_and_fails(tmp_path: Path, capsys: pytest
     assert "2 entries" in said(capsys, 0, "verify", tmp_path)
 
 
-def test_export_and_import_go_through_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "here", "a", "b")
-    file = tmp_path / "all.jsonl"
-    assert "2 entries" in said(capsys, 0, "export", tmp_path / "here", file)
-    assert "2 new of 2 entries" in said(capsys, 0, "import", tmp_path / "there", file)
-    assert text_of(Journal(tmp_path / "there"), "b") == "answer to b"
-
-
 def test_bad_arguments_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file.jsonl").touch()
     for action in ("stats", "verify", "compact"):
         assert "DIR=" in said(capsys, 2, action, tmp_path / "nowhere")
-    assert "FILE is missing" in said(capsys, 2, "export", tmp_path)
-    assert "exists" in said(capsys, 2, "export", tmp_path, tmp_path / "file.jsonl")
-    assert "name it all.jsonl" in said(capsys, 2, "export", tmp_path, tmp_path / "all.txt")
-    assert "no such file" in said(capsys, 2, "import", tmp_path, tmp_path / "nowhere.jsonl")
-    assert "takes none" in said(capsys, 2, "stats", tmp_path, "file")
     assert "schemes of object stores" in said(capsys, 2, "stats", "ftp://bucket/journal")
