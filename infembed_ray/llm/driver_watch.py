@@ -19,7 +19,7 @@ from typing import NamedTuple
 from infembed_ray import ray_compat
 from infembed_ray.llm.client import ChatClient
 from infembed_ray.llm.journal import Journal
-from infembed_ray.llm.lease import RateLimiter
+from infembed_ray.llm.ledger import RateLimiter
 
 DRAIN_S = 30.0
 """Seconds until an actor cuts off requests that are still unanswered. Ray's core ends a process that has found no control

@@ -30,8 +30,8 @@ from infembed_ray.errors import InputError
 from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.driver_watch import DRAIN_S
 from infembed_ray.llm.journal import Journal, has_writer, lock_ended, segments
+from infembed_ray.llm.ledger import LEASE_S
 from infembed_ray.llm.partitions import Partition
-from infembed_ray.llm.rate_limits import LEASE_S
 from infembed_ray.progress import say
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder, convert_errors, scratch

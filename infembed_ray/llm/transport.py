@@ -29,7 +29,7 @@ class Response(NamedTuple):
     body: bytes
 
 
-class Address:
+class Target:
     """Where requests of one kind go.
 
     Args:
@@ -67,35 +67,34 @@ class Transport:
         """Close all connections; requests in flight fail."""
         await self._session.close()
 
-    async def post(self, address: Address, body: bytes, headers: Mapping[str, str]) -> Response:
+    async def post(self, target: Target, body: bytes) -> Response:
         """Send a request; return its complete response.
 
         Raises:
-            asyncio.TimeoutError: `address.timeout` is over.
+            asyncio.TimeoutError: `target.timeout` is over.
             aiohttp.ClientError, OSError: the connection failed, or the response is no HTTP or not complete.
         """
-        if address.proxy is not None or address.redirects:
-            return await self._post_by_session(address, body, headers)
+        if target.proxy is not None or target.redirects:
+            return await self._post_by_session(target, body)
         try:
-            async with ceil_timeout(address.timeout.total):
-                response = await self._post(address, body, headers)
+            async with ceil_timeout(target.timeout.total):
+                response = await self._post(target, body)
         except HttpProcessingError as error:
             raise aiohttp.ClientPayloadError(f"the response is no valid HTTP: {error.message}") from error
         if response.status in _REDIRECTS:
-            address.redirects = True
-            return await self._post_by_session(address, body, headers)
+            target.redirects = True
+            return await self._post_by_session(target, body)
         return response
 
-    async def _post(self, address: Address, body: bytes, headers: Mapping[str, str]) -> Response:
-        request, head = address.prepare()
-        extra = "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
-        connection = await self._connector.connect(request, [], address.timeout)
+    async def _post(self, target: Target, body: bytes) -> Response:
+        request, head = target.prepare()
+        connection = await self._connector.connect(request, [], target.timeout)
         try:
             protocol, transport = connection.protocol, connection.transport
             if protocol is None or transport is None or protocol.should_close:  # after bytes that nothing asked for
                 raise aiohttp.ServerDisconnectedError
             protocol.set_response_params(read_until_eof=True)
-            transport.write(b"%b%bContent-Length: %d\r\n\r\n%b" % (head, extra, len(body), body))
+            transport.write(b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body))
             while True:
                 message, payload = await protocol.read()
                 if message.code >= 200:  # below: informational, the response follows
@@ -107,8 +106,8 @@ class Transport:
         connection.release()
         return response
 
-    async def _post_by_session(self, address: Address, body: bytes, headers: Mapping[str, str]) -> Response:
+    async def _post_by_session(self, target: Target, body: bytes) -> Response:
         async with self._session.post(
-            address.url, data=body, headers={**address.headers, **headers}, proxy=address.proxy, timeout=address.timeout
+            target.url, data=body, headers=target.headers, proxy=target.proxy, timeout=target.timeout
         ) as response:
             return Response(response.status, response.headers, await response.read())

@@ -56,8 +56,6 @@ class CircuitBreaker:
     def add(self, outcome: Outcome) -> str | None:
         """Count an outcome; return `failure`."""
         step = outcome.row.get("step")  # a kept row has none
-        if step is not None and step not in STEPS:  # the seed itself is at fault
-            return self.failure
         passed = _passed_by_kept(outcome) if step is None else STEPS.index(step) + (outcome.kind == "rejected")
         self._note_passed(passed)
         if step is not None and outcome.kind == "dead_letter":

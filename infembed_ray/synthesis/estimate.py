@@ -84,9 +84,6 @@ def estimate(job: Job) -> Estimate:
     made.prompt_tokens *= scale
     made.answer_tokens = None if made.answer_tokens is None else made.answer_tokens * scale
     made.usd = None if made.usd is None else made.usd * scale
-    canary = job.settings.canary
-    if made.usd is not None and canary is not None and job.in_batches:  # its seeds are asked at the list price
-        made.usd *= 1 + min(1.0, canary.seeds / made.seeds) * (1 / BATCH_PRICE - 1)
     return made
 
 
@@ -154,9 +151,7 @@ def _describe_run(settings: SynthesizeSettings) -> Iterator[str]:
     if (yield from state(step)):
         return
     job = preflight.resolve(settings, seeds, table)
-    yield f"seeds: {job.survey.seeds:,} of {seeds.path}" + (
-        f"; {sum(job.survey.left_out.values()):,} rows are left out" if job.survey.left_out else ""
-    )
+    yield f"seeds: {job.survey.seeds:,} of {seeds.path}"
     try:
         made = estimate(job)
     except RunFailure as failure:
@@ -177,15 +172,6 @@ def _describe_run(settings: SynthesizeSettings) -> Iterator[str]:
             yield f"price: about {made.usd:,.2f} USD at most, at list prices of {table.as_of}"
         elif made.answer_tokens is not None:
             yield "price: unknown, because a model has no list price; give its prices in a file and set prices=FILE"
-    if made.calls:
-        probed = [name for name, endpoint in job.endpoints.items() if endpoint.probe]
-        models = preflight.probes(settings)
-        yield (
-            f"pre-flight: {counted(len(models), 'short request')} to {' and '.join(probed)}, to find out which parameters "
-            f"{' and '.join(models)} take{'s' if len(models) == 1 else ''}"
-            if probed
-            else "pre-flight: none (endpoint.probe=false); parameters are sent as set"
-        )
     preflight.check(job)
     if settings.limits.budget_usd is not None:
         spent = budget.spent_usd(job.journal, table)
@@ -201,9 +187,6 @@ def _describe_endpoints(settings: SynthesizeSettings) -> Iterator[str]:
     asked = dict(reversed([model_of(settings, step) for step in steps_of(settings)]))
     faults = []
     for name, endpoint in preflight.endpoints(settings).items():
-        if endpoint.serve is not None:
-            yield f"{name}: the run starts {endpoint.serve.model} on {counted(endpoint.serve.gpus, 'GPU')}"
-            continue
         try:
             models = list_models(endpoint, name)
         except RunFailure as failure:

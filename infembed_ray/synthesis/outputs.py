@@ -165,7 +165,7 @@ class Outputs:
         """Return for each step that a row must pass: rows that reached it, and how those ended that it stopped."""
         left, unused = self._next, () if self._audit.facts() else (CHEAP_JUDGE,)
         funnel: dict[str, dict[str, int]] = {}
-        for step in ("seed", *STEPS):  # `seed`: an empty query or passage
+        for step in STEPS:
             stopped: dict[str, int] = {kind: ended[step] for kind, ended in self._ended.items()}
             if not step.endswith("_complement") and not step.startswith(unused):
                 funnel[step] = {"reached": left, **stopped}

@@ -91,7 +91,7 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
     thousands.
 
     Args:
-        seed: a query and its relevant passage; a dead letter at once if one of them is empty.
+        seed: a query and its relevant passage.
         pool: distinct passages to draw the judge's distractors from, more than `settings.distractors`.
         complete: asks a model. Its RowFailure makes the row a dead letter.
 
@@ -99,9 +99,6 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
         RunFailure: raised by `complete`.
     """
     row = _Row(seed, settings, complete)
-    for name, text in (("query", seed.query), ("passage", seed.passage)):
-        if not text.strip():
-            return row.outcome("dead_letter", step="seed", error=f"its {name} is empty")
     try:
         await _write(row)
         await _judge(row, pool)

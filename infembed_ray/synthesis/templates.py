@@ -20,13 +20,12 @@ import yaml
 
 from infembed_ray.config.llm import ChatModel
 from infembed_ray.errors import InputError, in_one_line
-from infembed_ray.llm.chat import PROBE, Malformed, Request
+from infembed_ray.llm.chat import Malformed, Request
 from infembed_ray.llm.structured_output import AnswerFormat
 from infembed_ray.storage.steps import resolve_input
 
 DIRECTORY = Path(__file__).with_name("prompts")
 _SHARED_PREFIX = DIRECTORY / "shared_prefix"
-_PROBE = AnswerFormat("Answer", "<the word yes>")
 _VERSION = re.compile(r"[\w.+-]+")
 _FRONT_MATTER = re.compile(r"---\n(?P<header>.*?)\n---\n(?P<text>.*)", re.DOTALL)
 
@@ -58,19 +57,6 @@ class Template:
             step=step,
             row=row,
         )
-
-
-def probe(model: ChatModel) -> Request:
-    """Return a short request with the parameters of a model, which shows whether an endpoint takes them."""
-    shown = _PROBE.shown(model.structured)
-    return Request(
-        model=model.model,
-        messages=({"role": "user", "content": f"This is a test. Answer in this form:\n\n{shown}"},),
-        parameters=_parameters(model, _PROBE),
-        prompt="probe=1",
-        step=PROBE,
-        row="",
-    )
 
 
 @lru_cache(1024)

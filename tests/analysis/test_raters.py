@@ -251,11 +251,6 @@ def test_ids_and_answers_may_be_numbers_with_gaps(tmp_path: Path) -> None:
         ),
         ({"source": "web"}, {}, "column source, item i0: 'web' is no answer; .* drop the column"),
         ({"passages": {}}, {}, "row 1: passages are missing; number them 1, 2"),
-        (
-            {},
-            {"endpoint": {"serve": {"model": "m"}}},
-            "agreement.endpoint.serve: only `infembed synthesize` starts a model",
-        ),
     ],
 )
 def test_bad_input_is_rejected_before_a_request(

@@ -215,34 +215,6 @@ def test_a_run_that_keeps_nothing_fails_and_leaves_its_rejected_rows(
     assert len(rows) == 9
 
 
-@pytest.mark.ray
-def test_refused_parameters_are_found_out_once_before_anything_is_paid_for(
-    ray_cluster: None, seeds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    models = {
-        "generator": {"model": "gpt-4o-mini", "temperature": 0.5},
-        "judge": {"model": "o4-mini", "max_tokens": 50},
-    }
-    with stand_in(refused_parameters="gpt-4o-mini:temperature,o4-mini:max_completion_tokens") as server:
-        first = run(settings(seeds, tmp_path / "first", server, limit=8, **models))
-        asked = [entry["ended"] for entry in server.log()]
-        assert sorted(asked[:5]) == ["probed"] * 3 + ["refused_parameter"] * 2  # the model with a cap is asked twice
-        assert set(asked[5:]) == {"answered"}
-        said = capsys.readouterr().out
-        assert (
-            f"synthesize: endpoint {server.url}: gpt-4o-mini takes none of the parameters as they are; temperature is"
-            in said
-        )
-        replay = [str(tmp_path / "first" / "journal")]
-        again = run(settings(seeds, tmp_path / "again", server, limit=8, replay=replay, **models))
-        assert len(server.log()) == len(asked)
-    assert rows_of(again) == rows_of(first)
-    with stand_in(refused_parameters="o4-mini:max_completion_tokens,o4-mini:max_tokens") as server:
-        message = one_line(settings(seeds, tmp_path / "refused", server, **models))
-        assert not server.log("answered")
-    assert message.startswith("judge.max_tokens: o4-mini at ")
-
-
 # ------------------------------------------------------------------------------------------------- crashes
 
 

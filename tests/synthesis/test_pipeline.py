@@ -288,15 +288,6 @@ def test_a_label_without_a_passage_is_malformed() -> None:
     assert (got.kind, got.row["step"]) == ("dead_letter", "hard_negative_document_2")
 
 
-@pytest.mark.parametrize("name", ["query", "passage"])
-def test_a_seed_with_an_empty_text_is_a_dead_letter_without_requests(name: str) -> None:
-    model = Model()
-    got = asyncio.run(synthesize(replace(SEED, **{name: " "}), POOL, SETTINGS, model))
-    row = fits(got.row, tables.DEAD_LETTER)
-    assert (got.kind, row["step"], row["error"]) == ("dead_letter", "seed", f"its {name} is empty")
-    assert model.asked == {}
-
-
 def test_a_run_failure_is_passed_on() -> None:
     with pytest.raises(RunFailure, match="the key"):
         outcome(Model(query_negative=RunFailure("the key is refused")))

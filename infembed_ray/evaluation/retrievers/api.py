@@ -25,9 +25,8 @@ from infembed_ray.llm.chat import PROBE, Completion, Request, RowFailure, RunFai
 from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.endpoint import Unanswered, WireFormat, token_counts
 from infembed_ray.llm.journal import Journal
-from infembed_ray.llm.lease import RateLimiter
+from infembed_ray.llm.ledger import REQUESTS, TOKENS, USD, Amounts, Grant, LeaseReport, RateLimiter
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts, Grant, LeaseReport
 from infembed_ray.modeling.formats import passage_text, query_text
 from infembed_ray.modeling.tokenizer import Side
 from infembed_ray.storage.steps import local_path, require_writable
@@ -65,7 +64,8 @@ class ApiEncoder:
         self._prices = prices.load(api.prices)
         self._journal = Journal(directory)
         spent_usd = 0.0 if api.limits.budget_usd is None else budget.spent_usd(directory, self._prices)
-        self._ledger = budget.DurableLedger(api.limits, spent_usd, directory)
+        self._directory = directory
+        self._ledger = budget.ledger(api.limits, spent_usd, directory)
 
     def encode_queries(self, queries: Sequence[Query]) -> np.ndarray:
         """Embed queries with their instructions: (n, d) float32.
@@ -138,7 +138,8 @@ class ApiEncoder:
             ) from failure
         finally:
             await client.close()
-            self._ledger.conclude()
+            if api.limits.budget_usd is not None:  # nothing is in flight: only what was spent counts
+                budget.note_at_most(self._directory, self._ledger.committed_usd)
 
     async def _fetch_batch(self, client: ChatClient, requests: Sequence[_EmbedRequest]) -> None:
         """Send several texts in one HTTP request; if the endpoint refuses it, halve it to find the text at fault."""

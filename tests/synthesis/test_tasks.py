@@ -1,21 +1,14 @@
 """The limits of whole runs."""
 
-import json
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from infembed_ray.errors import InputError
-from infembed_ray.llm import budget, prices
 from infembed_ray.synthesis import distributed
-from infembed_ray.synthesis.coordinator import Coordinator
 from infembed_ray.synthesis.distributed import run
 from tests.support.stand_in_llm import StandIn, stand_in
-from tests.support.waiting import wait_until
-from tests.synthesis.runs import REPOSITORY, Held, alive, answered_most, settings
+from tests.synthesis.runs import answered_most, settings
 
 
 @pytest.fixture(autouse=True)
@@ -36,16 +29,6 @@ def spent_usd(server: StandIn) -> float:
         for entry in server.log()
         if "prompt_tokens" in entry
     )
-
-
-def test_nothing_is_asked_about_parameters_that_may_exceed_the_budget(seeds: Path, tmp_path: Path) -> None:
-    model = {"model": "gpt-4o-mini", "max_tokens": 64}
-    with stand_in() as server:
-        given = settings(seeds, tmp_path, server, generator=model, judge=model, limits={"budget_usd": 0.01})
-        refused = Coordinator(given, 0.00999, tmp_path / "journal", tmp_path / "tasks").dialects()
-        assert str(refused).startswith("limits.budget_usd=0.01: used up (0.0100 USD spent; to find out")
-        assert not server.log()
-        assert Coordinator(given, 0.0, tmp_path / "journal", tmp_path / "tasks").dialects() == ({"gpt-4o-mini": {}},)
 
 
 @pytest.mark.ray
@@ -71,34 +54,6 @@ def test_all_actors_keep_the_budget_and_a_higher_budget_resumes(ray_cluster: Non
         assert whole.manifest["usd"] + whole.manifest["usd_replayed"] <= spent_usd(server)
     counts = whole.manifest["counts"]
     assert counts["kept"] + counts["rejected"] + counts["dead_letter"] == 64
-
-
-@pytest.mark.ray
-@pytest.mark.slow  # tests/llm/test_budget.py tests the records quickly, without a cluster
-def test_the_budget_of_a_killed_run_is_what_the_server_counts(seeds: Path, tmp_path: Path) -> None:
-    (tmp_path / "prices.yaml").write_text(PRICES)
-    out = tmp_path / "out"
-    with stand_in(latency_s=0.05, jitter_s=0.05) as server:
-        arguments = [
-            "synthesize",
-            f"seeds={seeds}",
-            f"output={out}",
-            "in_flight=16",
-            "actors=2",
-            "limits.budget_usd=50",
-        ]
-        arguments += [f"endpoint.base_url={server.url}", "endpoint.api_key_env=null", f"prices={tmp_path}/prices.yaml"]
-        arguments += ["generator.max_tokens=150", "judge.max_tokens=50"]
-        command = [sys.executable, "-m", "infembed_ray.cli", *arguments]
-        driver = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        with driver, Held(server, out / "journal", answers=150) as actors:
-            driver.send_signal(signal.SIGKILL)
-            driver.wait()
-        wait_until(lambda: not any(alive(pid) for pid in actors))
-        spent = budget.spent_usd(out / "journal", prices.load(str(tmp_path / "prices.yaml")))
-        assert spent == pytest.approx(spent_usd(server))
-    granted = json.loads((out / "journal" / budget.UNJOURNALED).read_text())["at_most_usd"]
-    assert granted > 5 * spent
 
 
 @pytest.mark.ray
