@@ -13,14 +13,11 @@ import pytest
 from infembed_ray.quickstart import chain
 from tests.docs.pages import Block, blocks, install_commands
 
-pytestmark = [pytest.mark.ray, pytest.mark.integration]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 RUN = [b for b in blocks() if b.language in ("bash", "python", "text") and not (b.needs or b.tested)]
 PAGES = list(dict.fromkeys(block.page for block in RUN if block.language != "text"))
 FIRST = {"docs/guides/report.md": ["docs/guides/evaluate.md"]}
-SLOW = {f"docs/guides/{name}.md" for name in ("collections", "evaluate", "index-a-corpus", "report", "sweep", "train")}
-SLOW |= {"infembed_ray/api.py"}
-"""Pages whose commands take a minute; tests/jobs runs the same verbs, and test_pages.py checks the settings of every command."""
 RECORDS = "docs/guides/synthesize.md"
 """The page whose commands make what stands for the quickstart's records."""
 
@@ -95,6 +92,6 @@ def session(ray_cluster: None, minilm: str, tmp_path_factory: pytest.TempPathFac
     return Session(tmp_path_factory.mktemp("docs"), minilm, ray.get_runtime_context().gcs_address)
 
 
-@pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.slow if p in SLOW else ()) for p in PAGES])
+@pytest.mark.parametrize("page", PAGES)
 def test_the_examples_of_a_page_run(page: str, session: Session) -> None:
     session.run(page)
