@@ -47,13 +47,6 @@ class JournalIndex:
         place = self._recent.get(short)
         return None if place is None else _place(place)
 
-    def keep_only(self, file: int) -> None:
-        """Remove the entries of all other files. Of equal keys, another one may count afterwards."""
-        self._freeze()
-        self._runs = [
-            (keys[kept], places[kept]) for keys, places in self._runs for kept in [places >> _OFFSET_BITS == file]
-        ]
-
     def _freeze(self) -> None:
         if not self._recent:
             return

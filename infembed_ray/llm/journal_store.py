@@ -26,8 +26,6 @@ from typing import BinaryIO
 from pyarrow import ArrowException
 
 from infembed_ray.config.llm import JournalUpload
-from infembed_ray.errors import InputError
-from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.driver_watch import DRAIN_S
 from infembed_ray.llm.journal import Journal, has_writer, lock_ended, segments
 from infembed_ray.llm.ledger import LEASE_S
@@ -114,14 +112,6 @@ class StoredJournal(Journal):
         super().close()
         if uploads is not None:
             upload_leftovers(self._folder)
-
-    def _rebuild_index(self) -> None:
-        """Copy the object into which a segment was merged, and index all files again."""
-        try:
-            copy_objects(self._folder, self._partition)
-        except InputError as error:
-            raise RunFailure(str(error)) from error
-        super()._rebuild_index()
 
 
 def directory_of(folder: Folder) -> Path:

@@ -1,12 +1,11 @@
 """Maintenance of a journal (`infembed journal`): statistics, verification, compaction and its budget.
 
-All tools read line by line and may run beside processes that append to the journal; memory holds the keys.
+All tools read line by line; memory holds the keys. Statistics may run beside processes that append to the journal.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,16 +14,13 @@ from pathlib import Path
 from infembed_ray.errors import InputError
 from infembed_ray.llm import budget
 from infembed_ray.llm.chat import Completion
-from infembed_ray.llm.journal import decode, has_writer, lock_ended, new_segment, segments
+from infembed_ray.llm.journal import decode, has_writer, new_segment, segments
 from infembed_ray.llm.journal_store import COPIES, JournalPlace, copy_objects, directory_of, locked, upload_leftovers
 from infembed_ray.llm.partitions import Partition
 from infembed_ray.progress import counted, say
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder, convert_errors, is_uri
 from infembed_ray.storage.steps import local_path
-
-MERGED_AT_ONCE = 500
-"""Most segments that one compaction merges, since it keeps each open. The next compaction merges the rest."""
 
 SHOWN = 20
 """Most damaged lines that `infembed journal verify` names."""
@@ -92,10 +88,10 @@ def scan(journal: Path) -> JournalStats:
 
 
 def compact(directory: Path, folder: Folder | None = None) -> JournalStats:
-    """Merge the segments of ended processes into one for each partition, without duplicates and damaged lines.
+    """Merge the segments of a journal into one for each partition, without duplicates and damaged lines.
 
     The new segment is complete and on disk before an old one is removed, so a crash at any moment leaves every entry in at
-    least one of them. Segments of living processes stay.
+    least one of them.
 
     Args:
         folder: in an object store, whose objects are copied to the directory; it is changed alike.
@@ -104,55 +100,58 @@ def compact(directory: Path, folder: Folder | None = None) -> JournalStats:
         What the merged segments held. A single segment without duplicates and damage stays as it is.
 
     Raises:
-        InputError: a file is no segment (then nothing changes), or the file system has no locks, which tell segments of
-            living processes from others.
+        InputError: a file is no segment, or a process writes to one; then nothing changes.
     """
-    for path in segments([directory]):
-        if not _is_segment(path):
-            raise InputError(
-                f"DIR={directory}: {path.name} holds nothing of a journal; give a journal's directory, or move it away"
-            )
-    groups: defaultdict[Partition | None, list[Path]] = defaultdict(list)
-    for path in segments([directory]):
-        groups[Partition.in_name(path.name)].append(path)
-    merged = (_merge(directory, folder, partition, paths) for partition, paths in groups.items())
+    busy = InputError(f"DIR={directory}: another compaction is at work; wait until it has ended")
+    with durable.exclusive_lock(directory / ".compaction.lock", busy=busy):
+        groups: defaultdict[Partition | None, list[Path]] = defaultdict(list)
+        for path in segments([directory]):
+            if not _is_segment(path):
+                raise InputError(
+                    f"DIR={directory}: {path.name} holds nothing of a journal; give a journal's directory, or move it away"
+                )
+            groups[Partition.in_name(path.name)].append(path)
+        _require_ended(directory)
+        merged = [_merge(directory, folder, partition, paths) for partition, paths in groups.items()]
     return sum(merged, JournalStats())
 
 
-def _merge(directory: Path, folder: Folder | None, partition: Partition | None, paths: Iterable[Path]) -> JournalStats:
+def _require_ended(directory: Path) -> None:
+    if any(map(has_writer, segments([directory]))):
+        raise InputError(f"DIR={directory}: a run writes to it; wait until it has ended")
+
+
+def _merge(directory: Path, folder: Folder | None, partition: Partition | None, paths: list[Path]) -> JournalStats:
     stats = JournalStats()
-    with contextlib.ExitStack() as locks:
-        unlocked = (path for path in paths if lock_ended(path, locks))
-        finished = list(itertools.islice(unlocked, MERGED_AT_ONCE))
-        merged, path = new_segment(directory, partition)
-        locks.callback(merged.close)
-        merged.writelines(line for _, line in stats.lines(finished))
-        wasteful = stats.duplicates or stats.torn or stats.damaged
-        if stats.entries and (wasteful or len(finished) > 1):
-            durable.sync(merged)
-            durable.sync_directory(directory)
-            if folder is not None:
-                folder.upload(path, path.name)
-        else:
-            path.unlink()
-            finished = [] if stats.entries else finished
-        for old in finished:
-            old.unlink()
-            if folder is not None:
-                with contextlib.suppress(FileNotFoundError):  # another node has merged it, too
-                    folder.delete(old.name)
-        durable.sync_directory(directory)
+    segment, merged = new_segment(directory, partition)
+    with segment:
+        segment.writelines(line for _, line in stats.lines(paths))
+        if stats.entries and len(paths) == 1 and not (stats.duplicates or stats.torn or stats.damaged):
+            merged.unlink()
+            return stats
+        durable.sync(segment)
+    durable.sync_directory(directory)
+    if folder is not None:
+        folder.upload(merged, merged.name)
+    for old in paths if stats.entries else [*paths, merged]:
+        old.unlink()
+        if folder is not None:
+            with contextlib.suppress(FileNotFoundError):
+                folder.delete(old.name)
+    durable.sync_directory(directory)
     return stats
 
 
 def compact_objects(folder: Folder) -> JournalStats:
-    """Merge the objects of a journal in an object store as `compact` merges segments, also while runs use the journal.
+    """Merge the objects of a journal in an object store as `compact` merges segments.
 
     The lock keeps `copy_objects` of other processes of this node from removing the merged file before it is uploaded.
 
     Raises:
-        InputError: the object store failed. Every entry is still in at least one object.
+        InputError: a process of this node writes to the journal, or the object store failed. Every entry is still in at least
+            one object.
     """
+    _require_ended(directory_of(folder))
     copies = copy_objects(folder) / COPIES
     with convert_errors(str(folder), "DIR"), locked(copies):
         return compact(copies, folder)
@@ -160,14 +159,11 @@ def compact_objects(folder: Folder) -> JournalStats:
 
 def _is_segment(path: Path) -> bool:
     """Return whether a file is empty, begins like an entry, or holds one."""
-    try:
-        with path.open("rb") as stream:
-            if _BEGINNING.startswith(stream.read(len(_BEGINNING))):
-                return True
-            stream.seek(0)
-            return any(decode(line) for line in stream)
-    except FileNotFoundError:  # just merged by another compaction
-        return True
+    with path.open("rb") as stream:
+        if _BEGINNING.startswith(stream.read(len(_BEGINNING))):
+            return True
+        stream.seek(0)
+        return any(decode(line) for line in stream)
 
 
 # ----------------------------------------------------------------------------------------------- `infembed journal`
@@ -186,10 +182,6 @@ def run(action: str, journal: str) -> int:
         if isinstance(place, Folder):
             upload_leftovers(place)
         return _ACTIONS[action](place)
-    except FileNotFoundError as error:
-        raise InputError(
-            f"DIR={journal}: {error.filename} was merged into another segment meanwhile; run it again"
-        ) from error
     except OSError as error:
         raise InputError(f"{error.filename or journal}: {error.strerror}; correct that and run it again") from error
 
@@ -218,8 +210,7 @@ def _compact(journal: JournalPlace) -> int:
 
 
 def _reconcile(journal: JournalPlace) -> int:
-    if any(map(has_writer, segments([journal if isinstance(journal, Path) else directory_of(journal)]))):
-        raise InputError(f"DIR={journal}: a run writes to it; wait until it has ended")
+    _require_ended(journal if isinstance(journal, Path) else directory_of(journal))
     say(f"{journal}: counted as spent until now: {budget.reconcile(journal)}; from now on only its answers")
     return 0
 

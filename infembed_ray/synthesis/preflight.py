@@ -8,7 +8,6 @@ import urllib.parse
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 
 from infembed_ray.config.base import nearest
@@ -22,7 +21,6 @@ from infembed_ray.llm.endpoint import api_key, missing_key_hint
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.progress import say
 from infembed_ray.records.tables import Seed
 from infembed_ray.storage.object_store import convert_errors, is_uri
 from infembed_ray.storage.steps import Step, folder_of, require_access, require_writable, resolve_input
@@ -87,13 +85,11 @@ def prepare(settings: SynthesizeSettings) -> tuple[SeedReader, PriceTable, Step]
 
 
 def resolve(settings: SynthesizeSettings, seeds: SeedReader, table: PriceTable) -> Job:
-    """Read the seeds once and locate the journals; warn if the prices are old.
+    """Read the seeds once and locate the journals.
 
     Raises:
         InputError: bad seeds, or a journal that is not there.
     """
-    if warning := table.warning([model.model for model in models(settings).values()], settings.prices, date.today()):
-        say(f"synthesize: {warning}")
     survey = seeds.survey()
     replay = [each if is_uri(each) else str(resolve_input(each, "replay").absolute()) for each in settings.replay]
     return Job(settings, seeds, survey, table, folder_of(settings, "journal"), replay)

@@ -264,16 +264,6 @@ def test_a_segment_that_cannot_be_read_ends_the_run(tmp_path: Path) -> None:
         journal.get(request("a").key)
 
 
-def test_a_segment_that_cannot_be_indexed_again_ends_the_run(tmp_path: Path) -> None:
-    write(tmp_path, "a")
-    (merged,) = tmp_path.glob("*.jsonl")
-    journal = Journal(tmp_path)
-    merged.unlink()
-    unreadable(tmp_path / "other.jsonl")
-    with pytest.raises(RunFailure, match="cannot be read"):
-        journal.get(request("a").key)
-
-
 def test_a_process_whose_own_segment_was_removed_cannot_read_it(tmp_path: Path) -> None:
     async def append_and_get() -> None:
         journal = Journal(tmp_path)
