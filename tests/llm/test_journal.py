@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import tracemalloc
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -220,24 +219,6 @@ def test_a_completion_is_on_disk_before_it_is_used_and_appends_share_syncs(
     assert 1 < len(synced) < 50
 
 
-@pytest.mark.integration
-def test_memory_does_not_grow_with_the_length_of_responses(tmp_path: Path) -> None:
-    def memory(length: int) -> int:
-        file = tmp_path / f"{length}.jsonl"
-        file.write_bytes(b"".join(encode(request(str(n)), completion("x" * length)) for n in range(300)))
-        tracemalloc.start()
-        try:
-            journal = Journal(tmp_path / "own", [file])
-            assert len(journal) == 300
-            return tracemalloc.get_traced_memory()[0]
-        finally:
-            tracemalloc.stop()
-
-    memory(1)  # what is allocated once
-    # The least of three: tracemalloc also counts what another thread of this process allocates meanwhile.
-    assert min(memory(20_000) for _ in range(3)) < memory(20) + 50_000
-
-
 def test_a_journal_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     journal = Journal(tmp_path / "file" / "journal")
@@ -262,19 +243,6 @@ def test_a_segment_that_cannot_be_read_ends_the_run(tmp_path: Path) -> None:
     unreadable(*tmp_path.glob("*.jsonl"))
     with pytest.raises(RunFailure, match=r"journal=.*cannot be read \(Is a directory"):
         journal.get(request("a").key)
-
-
-def test_a_process_whose_own_segment_was_removed_cannot_read_it(tmp_path: Path) -> None:
-    async def append_and_get() -> None:
-        journal = Journal(tmp_path)
-        await journal.append(request(), completion("x"))
-        for segment in tmp_path.iterdir():
-            segment.unlink()
-        with pytest.raises(RunFailure, match=r"cannot be read \(No such file"):
-            journal.get(request().key)
-        journal.close()
-
-    asyncio.run(append_and_get())
 
 
 def test_a_process_whose_segment_was_removed_ends_the_run(tmp_path: Path) -> None:

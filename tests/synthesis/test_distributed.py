@@ -163,26 +163,12 @@ def test_with_faults_of_every_kind_every_seed_is_kept_rejected_or_a_dead_letter(
 
 
 @pytest.mark.ray
-def test_an_unreadable_answer_fails_only_its_own_row(ray_cluster: None, seeds: Path, tmp_path: Path) -> None:
-    bad = {"surrogate": ROWS[3]["query"], "infinite_usage": ROWS[7]["query"], "deep": ROWS[11]["query"]}
-    with stand_in(**bad) as server:
-        published = run(settings(seeds, tmp_path, server, limit=20))
-        assert answered_most(server) == 1
-    counts = published.manifest["counts"]
-    assert counts["kept"] + counts["rejected"] + counts["dead_letter"] == 20
-    kept, rejected, dead = ({row["id"]: row for row in rows} for rows in rows_of(published))
-    assert ROWS[7]["id"] in {**kept, **rejected}
-    assert "?" in str({**kept, **rejected}[ROWS[3]["id"]])
-    assert "unreadable answer" in dead[ROWS[11]["id"]]["error"]
-
-
-@pytest.mark.ray
 def test_a_model_that_refuses_every_request_stops_the_run_and_paid_answers_are_kept(
     ray_cluster: None, seeds: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     with stand_in(refused_model="o4-mini") as server:
-        message = one_line(settings(seeds, out, server, in_flight=4, actors=1, endpoint={"probe": False}))
+        message = one_line(settings(seeds, out, server, in_flight=4, actors=1))
         refused, answered = server.log("bad_request"), server.log("answered")
     assert (
         "refuses every request to o4-mini, also a short question (HTTP 400: This request is not acceptable.)" in message
@@ -194,21 +180,13 @@ def test_a_model_that_refuses_every_request_stops_the_run_and_paid_answers_are_k
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(
-    ("behaviour", "said"),
-    [
-        ({"malformed": 1.0}, "step instruction_positive: malformed answer"),
-        ({"mistaken": 1.0}, "step judge_negative_query: the judge picked"),
-    ],
-    ids=["malformed", "rejected"],
-)
 def test_a_run_that_keeps_nothing_fails_and_leaves_its_rejected_rows(
-    ray_cluster: None, seeds: Path, tmp_path: Path, behaviour: dict[str, Any], said: str
+    ray_cluster: None, seeds: Path, tmp_path: Path
 ) -> None:
-    with stand_in(**behaviour) as server:
+    with stand_in(mistaken=1.0) as server:
         message = one_line(settings(seeds, tmp_path, server, limit=9, max_dead_letters=1))
     assert message.startswith("0 of 9 seeds were kept (")
-    assert said in message
+    assert "step judge_negative_query: the judge picked" in message
     assert not (tmp_path / "latest").exists()
     directory = Path(message.partition(" are in ")[2].partition(",")[0])
     rows = [row for file in FILES for row in tables.read_raw(directory / file)]
