@@ -435,7 +435,7 @@ def test_the_budget_includes_answers_that_never_arrive(tmp_path: Path) -> None:
     assert answered > 20
 
 
-@pytest.mark.slow  # on a starved machine a request arrives later than ARRIVAL allows; test_rate_limits simulates the time
+@pytest.mark.slow  # on a starved machine a request arrives later than ARRIVAL allows; test_ledger simulates the time
 @pytest.mark.parametrize(
     "bounds", [Limits(requests_per_minute=1200, window_s=2), Limits(tokens_per_minute=60_000, window_s=2)]
 )
