@@ -16,18 +16,10 @@ class ChatModel(Settings):
     temperature: float | None = Field(
         None, ge=0, le=2, description="sampling temperature; null: not sent (reasoning models)"
     )
-    max_tokens: int | None = Field(None, ge=1, description="most completion tokens of an answer; null: not sent")
-    retry_max_tokens: int | None = Field(
+    max_tokens: int | None = Field(
         None,
         ge=1,
-        description="max_tokens of the one further request after an answer that max_tokens cut off; null: twice max_tokens; "
-        "the same as max_tokens: no further request",
-    )
-    resamples: int = Field(
-        1,
-        ge=0,
-        description="further requests after a refused or empty answer, or one cut off without max_tokens; none with "
-        "temperature=0",
+        description="most completion tokens of an answer, and twice as many after a cut-off one; null: not sent",
     )
     reasoning_effort: str | None = Field(
         None, description="low, medium, high, ... for reasoning models; null: not sent"
@@ -35,13 +27,6 @@ class ChatModel(Settings):
     structured: bool = Field(
         False, description="ask for JSON by a strict schema, if the endpoint supports it; false: labelled text"
     )
-
-    @property
-    def last_max_tokens(self) -> int | None:
-        """The most completion tokens that any request asks for."""
-        if self.max_tokens is None:
-            return None
-        return 2 * self.max_tokens if self.retry_max_tokens is None else max(self.max_tokens, self.retry_max_tokens)
 
 
 class Endpoint(Settings):

@@ -270,7 +270,7 @@ class Ledger:
 
     def _unsatisfiable(self, report: LeaseReport) -> str | None:
         """Return why the request that waits longest can never be sent; None if it can."""
-        lower = ", or lower the model's max_tokens or retry_max_tokens (null: twice max_tokens)"
+        lower = ", or lower the model's max_tokens (a cut-off answer is asked for with twice as many)"
         for name, setting in ((REQUESTS, "requests_per_minute"), (TOKENS, "tokens_per_minute")):
             most = self._bounds.get(name, math.inf)
             if report.first.get(name, 0.0) > most:

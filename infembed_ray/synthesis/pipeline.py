@@ -211,14 +211,13 @@ class _Row:
         """Return the text of an answer; ask again if it was cut off, refused or empty by chance."""
         model = model_of(self.settings, request.step)[1]
         completion = await self._send(request)
-        if completion.cut_off and model.last_max_tokens != model.max_tokens:
-            higher = {**request.parameters, CAP: model.last_max_tokens}
+        if completion.cut_off and model.max_tokens is not None:
+            higher = {**request.parameters, CAP: 2 * model.max_tokens}
             completion = await self._send(replace(request, parameters=higher))
-        for number in range(1, model.resamples + 1 if model.temperature != 0 else 1):
-            if not (model.max_tokens is None if completion.cut_off else completion.refused or completion.empty):
-                break
+        unlucky = model.max_tokens is None if completion.cut_off else completion.refused or completion.empty
+        if unlucky and model.temperature != 0:
             # Not sent, but part of the journal key: the same question has one answer for each sample.
-            completion = await self._send(replace(request, prompt=f"{request.prompt} resample={number}"))
+            completion = await self._send(replace(request, prompt=f"{request.prompt} resample=1"))
         return usable_text(completion)
 
     async def _send(self, request: Request) -> Completion:
