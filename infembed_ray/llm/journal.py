@@ -1,14 +1,7 @@
 """The response journal: a write-ahead log of completions, written before use and read before a request is sent.
 
-A journal is a directory of JSONL segments, one per writing process, so any number of processes may share it; or a single
-`.jsonl` file that is only read. A line is one completion with its checksum. Memory holds the place of each line.
-
-A line is written as soon as its completion arrives, and synced before the completion is used. Killing the process loses
-only answers that it had not read; losing the machine also loses those since the last sync (milliseconds), which nobody
-used. A line cut short by a crash is skipped with a warning.
-
-A process holds a lock (flock) on its segment while it lives, so `journal_tools` and the next run see that it writes. A process
-whose segment is removed nevertheless stops its run.
+A journal is a directory of JSONL segments, one per writing process, which holds a lock (flock) on it. A line is one
+completion with its checksum, synced before it is used; one cut short by a crash is skipped. Memory holds places only.
 """
 
 from __future__ import annotations

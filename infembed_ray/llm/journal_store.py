@@ -1,11 +1,7 @@
 """Journals in object stores.
 
-A process appends to a segment in its node's scratch directory, synced like any other segment. A thread uploads what was
-appended as immutable objects `SEGMENT.OFFSET.jsonl`, every few seconds or megabytes. A killed process leaves its segment,
-and the next run uploads the rest of it (`upload_leftovers`). Only losing a node loses what its segments hold and the store
-does not.
-
-Readers copy the objects that they need to their node once, and index the copies.
+A process appends to a segment in its node's scratch directory; a thread uploads what was appended as immutable objects
+`SEGMENT.OFFSET.jsonl`. The next run uploads what a killed process left. Readers copy objects to their node and index them.
 """
 
 from __future__ import annotations

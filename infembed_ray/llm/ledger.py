@@ -1,15 +1,7 @@
-"""The ledger of a run: requests and tokens per minute, and a budget in USD, for all processes together.
+"""The ledger of a run grants requests and tokens per minute and a budget in USD to all processes together.
 
-One `Ledger` keeps the accounts. Every process that sends requests holds a grant of each limited resource in its
-`RateLimiter` and renews it in chunks, so most requests need no message. By the server's count, no limit is exceeded:
-
-- A request is reserved at its worst case (`worst_case`) before it is sent, and settled when its answer arrives.
-- A request counts in its window until `window_s` after its latest possible arrival: the time of its answer, or `ARRIVAL`
-  windows after it was sent if that is earlier.
-- An attempt that ended without an HTTP answer may have been paid for, so it counts at its worst case.
-- The grant of a process that stops reporting counts as used.
-
-Requests in flight need no ledger: each process has a fixed share of them.
+A request is reserved at its worst case before it is sent and settled when its answer arrives. An attempt that may have been
+paid, and the grant of a process that stops reporting, count as used. So by the server's count, no limit is exceeded.
 """
 
 from __future__ import annotations

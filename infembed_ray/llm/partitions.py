@@ -1,7 +1,6 @@
 """Partitions of a run's rows: one actor processes the rows of a partition and reads only their answers in the journal.
 
-A row is routed by a hash of its seed's texts, because they decide its requests: seeds with equal texts share their answers,
-and a seed keeps its answers under another id.
+A hash of a seed's texts routes a row, because they decide its requests: equal texts share answers, under any id.
 """
 
 from __future__ import annotations

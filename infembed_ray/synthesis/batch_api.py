@@ -1,15 +1,7 @@
 """Answers at half the price from the Batch API, which processes files of requests within a day.
 
-The steps of a row depend on one another, so batches go in waves: a wave asks the next request of every row, and its answers
-in the journal decide the next wave. A wave holds what the budget covers at its worst case; its batches are submitted as the
-endpoint's quota of enqueued tokens admits them. A request that a batch leaves unanswered (expired, cancelled, faulty) goes
-out again with a later wave, in at most ATTEMPTS batches; `batches.rest` then decides. The online run that follows replays
-the journal.
-
-A batch is not submitted twice. Its requests are on disk before the upload, the intention to submit before the submission,
-and the batch's id before the wait. A run that finds an intention without an id searches the endpoint for the batch's tag; a
-run that finds an id waits for that batch and collects it. A batch that the endpoint refuses because of its quota costs
-nothing; its requests go out with the next wave.
+A wave of batches asks the next request of every row, as far as the budget covers it. Requests, the intention to submit and
+the batch's id are on disk before each next step, so no batch is submitted twice. The online run then replays the journal.
 """
 
 from __future__ import annotations

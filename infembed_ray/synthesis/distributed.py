@@ -1,11 +1,7 @@
 """Synthesis over Ray Data: seeds in; kept, rejected and dead-lettered rows out, in the order of the seeds.
 
-Each actor has its own client, its own partition of the rows and its own journal segment. Ray Data has no affinity of rows to
-actors, so each partition is a data set with a pool of one actor, and the run reads their union. One more actor, on the
-driver's node, keeps the limits of all and hands out the rows.
-
-Ray Data returns a task's rows together and re-runs a lost task whole, so a task is a few rows, many tasks run at once in an
-actor, and the journal answers re-runs. Rows start in the order of their tasks, so tasks end one after another.
+Each actor has its own client, partition of the rows and journal segment: a data set with a pool of one actor, since Ray Data
+has no affinity of rows to actors. One more actor on the driver's node keeps the limits of all and hands out the rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One seed through all steps of the pipeline (paper, section 4.1): it is kept, rejected, or becomes a dead letter.
 
-The calls of a row follow one another, so a row that fails pays for nothing more; rows run concurrently. A step is named
-after the column that it writes, or `judge_` and what is judged. A malformed answer is asked for once more, and so are a cut-off
-one with a higher cap and, unless sampling is deterministic, a refused, empty or uncapped cut-off one.
+The calls of a row follow one another, so a row that fails pays for nothing more. A step is named after the column that it
+writes, or `judge_` and what is judged.
 """
 
 from __future__ import annotations

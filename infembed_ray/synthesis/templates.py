@@ -1,9 +1,7 @@
 """Prompt templates: files with a version, rendered to chat requests.
 
-A prompt file has a front matter with its `version` and the format of its `answer`, then the text of one user message with
-`{fields}`. `sources/<source>/` holds additions for seeds of that source. `shared_prefix/` holds prompts with their texts in
-another order, so that the requests of a row begin alike. The versions are part of the journal's key, so a changed prompt is
-asked again. A user's directory may hold files that replace the bundled ones of the same name.
+A file has a front matter with its `version` and the format of its `answer`, then one user message with `{fields}`. The
+versions are part of the journal's key. A user's directory may hold files that replace the bundled ones of the same name.
 """
 
 from __future__ import annotations

@@ -165,14 +165,6 @@ def test_an_unreachable_server_is_an_error_of_the_connection() -> None:
         using(Server(), use)
 
 
-def test_a_redirect_is_followed_and_remembered() -> None:
-    server = Server(b"HTTP/1.1 307 Temporary Redirect\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n", OK)
-    server.responses[1:1] = server.responses[:1]  # once for the address, once for the session
-    assert posting(server).body == b"answer"
-    assert [head.split()[1] for head in server.heads] == ["/v1/chat?version=1", "/v1/chat?version=1", "/elsewhere"]
-    assert set(server.bodies) == {'{"é": 1}'.encode()}
-
-
 def test_a_proxy_gets_the_whole_address() -> None:
     proxy = Server(OK)
 
