@@ -1,12 +1,11 @@
 """Estimate of a run's calls, tokens and price: every row is kept, so that it is an upper estimate.
 
-A row takes all steps from the first one that no journal answers, and a cheap judge answers twice before `judge`. Texts that
-do not exist yet are as long as those of the published set on average (paper, Table 1).
+A row takes all steps from the first one that no journal answers, and a cheap judge answers twice before `judge`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -23,7 +22,7 @@ from infembed_ray.llm.prices import BATCH_PRICE
 from infembed_ray.progress import counted
 from infembed_ray.records.tables import Seed
 from infembed_ray.storage.dry_run import state
-from infembed_ray.synthesis import preflight, templates
+from infembed_ray.synthesis import preflight
 from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, model_of, next_request, steps_of
 from infembed_ray.synthesis.preflight import Job
 
@@ -31,17 +30,8 @@ SAMPLE = 500
 """Most seeds that are looked at; they are spread evenly, and the figures are scaled to all seeds."""
 BYTES_PER_TOKEN = 4
 """Approximate UTF-8 bytes per token of English text."""
-_INSTRUCTION = "words " * 36
-"""As many words as in the published set; queries and passages are as long as those of the seed."""
-_PROMPTS: Mapping[str, str] = {
-    "instruction_positive": "instruction_generation",
-    "instruction_negative": "instruction_poisoning",
-    "query_negative": "query_poisoning",
-    "hard_negative_document_1": "passage_writing",
-    "hard_negative_document_2": "passage_writing",
-    "instruction_complement": "complement",
-}
-"""Step -> its prompt; the others have the judge's."""
+PROMPT_BYTES = 1200
+"""Length of a prompt without the texts of its row, with an instruction and an example."""
 
 
 @dataclass
@@ -105,18 +95,9 @@ def _count(made: Estimate, job: Job, seed: Seed, step: str) -> None:
 
 
 def _prompt_bytes(job: Job, seed: Seed, step: str) -> int:
-    settings = job.settings
-    source = "leetcode" if seed.language else seed.source
-    template = templates.load(_PROMPTS.get(step, "judge"), source, settings.prompts, settings.shared_prefix)
-    texts = {
-        **dict.fromkeys(("query", "query_positive"), seed.query),
-        **dict.fromkeys(("instruction", "instruction_positive"), _INSTRUCTION),
-        **dict.fromkeys(("document", "reference", "wanted", "unwanted"), seed.passage),
-        "candidates": (3 + settings.distractors) * seed.passage,
-        "language": seed.language or "",
-    }
-    request = template.request(model_of(settings, step)[1], step, seed.id, texts)
-    return len(request.messages[0]["content"].encode())
+    """Return about how long a step's prompt is: generated passages are as long as the seed's."""
+    passages = 3 + job.settings.distractors if "judge" in step else 1
+    return PROMPT_BYTES + len(seed.query.encode()) + passages * len(seed.passage.encode())
 
 
 _LISTED = 20
