@@ -1,6 +1,5 @@
 import asyncio
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -137,23 +136,6 @@ def test_a_refresh_finds_what_others_appended_since(tmp_path: Path) -> None:
     segment.write_bytes(torn)
     journal.refresh()
     assert text_of(journal, "b") == "answer to b"
-
-
-@pytest.mark.integration
-def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    texts = [[f"{writer}-{number}" for number in range(150)] for writer in range(3)]
-    writers = [context.Process(target=write, args=(tmp_path, *mine)) for mine in texts]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        journal = Journal(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 3
-    assert all(text_of(journal, text) == f"answer to {text}" for mine in texts for text in mine)
 
 
 _WRITE_UNTIL_KILLED = """

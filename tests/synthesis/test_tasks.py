@@ -54,21 +54,3 @@ def test_all_actors_keep_the_budget_and_a_higher_budget_resumes(ray_cluster: Non
         assert whole.manifest["usd"] + whole.manifest["usd_replayed"] <= spent_usd(server)
     counts = whole.manifest["counts"]
     assert counts["kept"] + counts["rejected"] + counts["dead_letter"] == 64
-
-
-@pytest.mark.ray
-@pytest.mark.slow  # the rate it must reach needs an idle machine
-def test_all_actors_together_keep_the_rate_limit_and_the_requests_in_flight(
-    ray_cluster: None, seeds: Path, tmp_path: Path
-) -> None:
-    with stand_in(latency_s=0.02) as server:
-        limits = {"requests_per_minute": 3000, "window_s": 3, "in_flight": 20}
-        published = run(settings(seeds, tmp_path / "out", server, limits=limits))
-        log = server.log()
-    assert max(entry["in_flight"] for entry in log) <= 20
-    arrivals = sorted(entry["arrived"] for entry in log)
-    most = max(sum(0 <= other - first < 3 for other in arrivals) for first in arrivals)
-    assert 0.8 * 150 <= most <= 150
-    traffic = published.manifest["traffic"]
-    assert traffic["answered"] == sum(entry["ended"] == "answered" for entry in log)
-    assert traffic["latency_s"]["p50"] >= 0.02
