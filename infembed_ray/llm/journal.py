@@ -189,10 +189,10 @@ def replaying(journal: Journal) -> Complete:
     """Return a `Complete` that only reads the journal and raises Unjournaled for any other request."""
 
     async def complete(request: Request) -> Completion:
-        known = journal.get(*request.keys)
-        if known is None:
+        replayed = journal.get(*request.keys)
+        if replayed is None:
             raise Unjournaled(request)
-        return known
+        return replayed
 
     return complete
 

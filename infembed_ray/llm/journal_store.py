@@ -181,8 +181,8 @@ def upload_leftovers(folder: Folder) -> None:
         # Listed only now, since a writer uploads until it ends.
         ends: dict[str, int] = {}
         for name, entry in folder.entries().items():
-            if found := _OBJECT.fullmatch(name):
-                ends[found["segment"]] = max(ends.get(found["segment"], 0), int(found["offset"]) + entry.size)
+            if uploaded := _OBJECT.fullmatch(name):
+                ends[uploaded["segment"]] = max(ends.get(uploaded["segment"], 0), int(uploaded["offset"]) + entry.size)
         for path, segment in left.items():
             end = ends.get(path.stem, 0)
             while lines := _lines(segment, end, JournalUpload().every_mb):

@@ -35,8 +35,8 @@ class Partition:
     @classmethod
     def in_name(cls, name: str) -> Partition | None:
         """Return the partition in the name of a segment or an object; None if rows of any partition may be in the file."""
-        found = _IN_NAME.search(name)
-        return None if found is None else cls(int(found[1]), int(found[2]))
+        numbers = _IN_NAME.search(name)
+        return None if numbers is None else cls(int(numbers[1]), int(numbers[2]))
 
     def owns(self, route: str) -> bool:
         """Return whether the rows of a route are in this partition. Entries without a route belong to every partition."""

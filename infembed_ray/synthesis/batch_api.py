@@ -135,6 +135,8 @@ class _BatchRunner:
         self._dialects: defaultdict[str, Dialect] = defaultdict(lambda: Dialect(settings.endpoint))
         self._quotas: defaultdict[str, float] = defaultdict(lambda: math.inf)
         """Model -> most prompt tokens in batches that have not ended, as far as refusals have taught it."""
+        self._floors: dict[str, float] = {}
+        """Model -> least quota that refusals without a number teach."""
         self._running: dict[asyncio.Task[None], RequestBatch] = {}
         self._admitted = time.time()
         """When the endpoint last accepted a batch."""
@@ -291,9 +293,9 @@ class _BatchRunner:
         self.report.refused_for_quota += 1
         stated = _STATED.search(refusal)
         quota = int(stated[1].replace(",", "")) if stated else math.inf
-        known = self._quotas[batch.model]
-        # What the endpoint has taken, if it does not say; other jobs may have the quota, so at most halved.
-        self._quotas[batch.model] = quota if quota < known else min(known, max(others, batch.tokens / 2))
+        lowest, floor = self._quotas[batch.model], self._floors.setdefault(batch.model, batch.tokens / 8)
+        # What the endpoint has taken, if it does not say; other jobs may have the quota for a while.
+        self._quotas[batch.model] = quota if quota < lowest else min(lowest, max(others, batch.tokens / 2, floor))
         batch.discard()
         self._committed_usd -= batch.worst_usd
         if not others:

@@ -235,8 +235,8 @@ class _Row:
 
     def outcome(self, kind: Kind, **why: str) -> Outcome:
         """Return the row as far as it came; `why` says at which step it ended and for what reason."""
-        known = {**self.columns, **why, "provenance": self._provenance()}
-        row = {name: value for name, value in known.items() if name in _COLUMNS[kind]}
+        columns = {**self.columns, **why, "provenance": self._provenance()}
+        row = {name: value for name, value in columns.items() if name in _COLUMNS[kind]}
         paid = [exchange for exchange in self._answered if not exchange[1].replayed]
         replayed = [exchange for exchange in self._answered if exchange[1].replayed]
         from_journal = bool(replayed) and replayed[-1][0] is self.asked[-1]

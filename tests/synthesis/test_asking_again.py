@@ -33,11 +33,11 @@ def run(model: Model, given: SynthesizeSettings, directory: Path) -> Outcome:
     journal = Journal(directory)
 
     async def complete(request: Request) -> Completion:
-        known = journal.get(*request.keys)
-        if known is None:
-            known = await model(request)
-            await journal.append(request, known)
-        return known
+        completion = journal.get(*request.keys)
+        if completion is None:
+            completion = await model(request)
+            await journal.append(request, completion)
+        return completion
 
     got = asyncio.run(synthesize(SEED, POOL, given, complete))
     journal.close()

@@ -134,11 +134,11 @@ def test_a_row_killed_after_each_answer_resumes_from_the_journal_and_pays_for_no
         journal = Journal(tmp_path)
 
         async def complete(request: Request) -> Completion:
-            known = journal.get(*request.keys)
-            if known is None:
+            completion = journal.get(*request.keys)
+            if completion is None:
                 await journal.append(request, await model(request))
                 raise RunFailure("killed")
-            return known
+            return completion
 
         try:
             return await synthesize(SEED, POOL, given, complete)
