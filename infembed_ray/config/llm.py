@@ -72,16 +72,6 @@ class Limits(Settings):
     )
 
 
-class JournalUpload(Settings):
-    """When an actor uploads its answers to a journal in an object store.
-
-    Losing a node loses the answers since the last upload, so they are paid for again. A killed process loses none.
-    """
-
-    every_s: float = runtime_field(60.0, gt=0, description="seconds between two uploads of an actor")
-    every_mb: int = runtime_field(32, ge=1, description="MiB of answers that are uploaded before that")
-
-
 class Batches(Settings):
     """The Batch API, at half the price. A row's requests go out one after another, in waves of batches.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from infembed_ray.config.base import InputPath, Settings, runtime_field
-from infembed_ray.config.llm import Batches, ChatModel, Endpoint, JournalUpload, Limits
+from infembed_ray.config.llm import Batches, ChatModel, Endpoint, Limits
 
 
 class CheapJudge(ChatModel):
@@ -32,8 +32,10 @@ class SynthesizeSettings(Settings):
     journal: str | None = runtime_field(
         None, description="directory or URI of the response journal; null: OUTPUT/journal"
     )
-    journal_upload: JournalUpload = runtime_field(
-        JournalUpload(), description="journal in an object store: when answers are uploaded"
+    journal_upload_s: float = runtime_field(
+        60.0,
+        gt=0,
+        description="journal in an object store: seconds between two uploads; losing a node loses the answers since the last one",
     )
     replay: tuple[InputPath, ...] = runtime_field(
         (), description="finished journals (files or directories) that are only read"

@@ -330,7 +330,7 @@ class _Synthesizer:
         self._limiter = _rate_limiter(settings, coordinator)
         if ray.get_runtime_context().was_current_actor_reconstructed and isinstance(journal, Folder):
             _settle_journal(journal, partition)  # its predecessor may have been on another node
-        self._journal = open_journal(journal, replay, partition, settings.journal_upload, self._limiter.warn)
+        self._journal = open_journal(journal, replay, partition, settings.journal_upload_s, self._limiter.warn)
         table = prices.load(settings.prices)
         self._client = ChatClient(endpoints, self._journal, self._limiter, table)
         self._breaker = CircuitBreaker(settings)

@@ -171,7 +171,7 @@ def settings(store: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
             "judge.model": "stand-in",
             "actors": ACTORS,
             "in_flight": IN_FLIGHT,
-            "journal_upload.every_s": UPLOAD_S,
+            "journal_upload_s": UPLOAD_S,
         },
         "analyze": {"gates.min_kept": 0.5},
         "train": {

@@ -293,7 +293,7 @@ def test_journal_and_output_in_an_object_store_give_the_same_files_and_any_numbe
     with stand_in(latency_s=0.05, jitter_s=0.05, mistaken=0.2) as server:
         refuser = threading.Thread(target=refuse_writes_for_a_while, args=(server,))
         refuser.start()
-        first = run(settings(seeds, output.uri, server, journal_upload={"every_s": 0.2}))
+        first = run(settings(seeds, output.uri, server, journal_upload_s=0.2))
         refuser.join()
         shutil.rmtree(os.environ[SCRATCH])  # another machine
         again = run(settings(seeds, tmp_path, server, journal=f"{output}/journal", actors=3))
