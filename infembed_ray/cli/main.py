@@ -127,8 +127,7 @@ def _dry_run(options: argparse.Namespace, verb: Verb, settings: Settings) -> Non
     """Print what a run would do; InputError for everything that is wrong."""
     from infembed_ray.progress import say
 
-    more = {"endpoint": True} if getattr(options, "endpoint", False) else {}
-    for line in verb.describe(load("storage.releases:resolved")(settings), **more):
+    for line in verb.describe(load("storage.releases:resolved")(settings)):
         say(f"{options.verb}: {line}")
     say(f"{options.verb}: no mistakes found, nothing was started")
 
@@ -269,9 +268,5 @@ def _add_settings(verbs: Any, name: str, verb: Verb, words: str = "") -> argpars
     parser.add_argument("--print-config", action="store_true", help="print all settings as such a file, and stop")
     if not words:
         parser.add_argument("--dry-run", action="store_true", help="check, print what a run would do, start nothing")
-    if name == "synthesize":
-        parser.add_argument(
-            "--endpoint", action="store_true", help="with --dry-run: list the endpoints' models, by free requests"
-        )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
     return parser

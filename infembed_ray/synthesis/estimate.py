@@ -10,16 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from infembed_ray.config.base import nearest
 from infembed_ray.config.synthesis import SynthesizeSettings
-from infembed_ray.errors import Fault, InputError, check_all
+from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import budget, prices
 from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import run_in_thread
-from infembed_ray.llm.endpoint import list_models
 from infembed_ray.llm.journal_store import open_journal
 from infembed_ray.llm.prices import BATCH_PRICE
-from infembed_ray.progress import counted
 from infembed_ray.records.tables import Seed
 from infembed_ray.storage.dry_run import state
 from infembed_ray.synthesis import preflight
@@ -100,30 +97,12 @@ def _prompt_bytes(job: Job, seed: Seed, step: str) -> int:
     return PROMPT_BYTES + len(seed.query.encode()) + passages * len(seed.passage.encode())
 
 
-_LISTED = 20
-"""Most models of an endpoint that an error may list."""
-
-
-def describe(settings: SynthesizeSettings, endpoint: bool = False) -> Iterator[str]:
+def describe(settings: SynthesizeSettings) -> Iterator[str]:
     """Yield what a run would do, line by line.
-
-    Args:
-        endpoint: also ask every endpoint for its models.
 
     Raises:
         InputError: as a run, after the lines that could be made.
     """
-    faults: dict[str, Fault | str] = {}
-    for lines in [_describe_run(settings), *[_describe_endpoints(settings)] * endpoint]:
-        try:
-            yield from lines
-        except InputError as error:
-            faults |= {str(fault): fault for fault in error.args}
-    if faults:
-        raise InputError(*faults.values())
-
-
-def _describe_run(settings: SynthesizeSettings) -> Iterator[str]:
     try:
         seeds, table, step = preflight.prepare(settings)
     except InputError as error:
@@ -161,25 +140,3 @@ def _describe_run(settings: SynthesizeSettings) -> Iterator[str]:
 
 def _raise(error: InputError) -> None:
     raise error
-
-
-def _describe_endpoints(settings: SynthesizeSettings) -> Iterator[str]:
-    """Ask every endpoint for its models, and say which ones of the settings it lacks."""
-    asked = dict(reversed([model_of(settings, step) for step in steps_of(settings)]))
-    faults = []
-    for name, endpoint in preflight.endpoints(settings).items():
-        try:
-            models = list_models(endpoint, name)
-        except RunFailure as failure:
-            faults.append(str(failure))
-            continue
-        if models is None:
-            yield f"{name} {endpoint.base_url} answers; it does not list its models"
-            continue
-        yield f"{name} {endpoint.base_url} answers, with {counted(len(models), 'model')}"
-        for setting, model in asked.items():
-            if not models & {model.model, f"{model.model}:latest"}:  # Ollama answers without its tag, too
-                hint = nearest(model.model, models) if len(models) <= _LISTED else "correct the name"
-                faults.append(f"{setting}.model={model.model}: {name} {endpoint.base_url} does not list it: {hint}")
-    if faults:
-        raise InputError(*faults)
