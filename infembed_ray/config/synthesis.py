@@ -56,7 +56,7 @@ class SynthesizeSettings(Settings):
     )
     endpoint: Endpoint = runtime_field(Endpoint(), description="serves the models")
     more_endpoints: tuple[Endpoint, ...] = runtime_field(
-        (), description="also serve the models: requests are shared by weight, and each stands in for the others"
+        (), description="also serve the models: requests are shared evenly, and each stands in for the others"
     )
     batches: Batches | None = runtime_field(
         None, description="{}: ask the Batch API of `endpoint`, at half the price; null: all online"
