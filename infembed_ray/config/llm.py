@@ -40,7 +40,9 @@ class Endpoint(Settings):
         description="environment variable with the key, set on every node; null: the endpoint needs no key",
     )
     api_version: str | None = runtime_field(
-        None, description="api-version of Azure OpenAI, for example 2024-10-21; null: any other endpoint"
+        None,
+        description="api-version of Azure OpenAI, for example 2024-10-21, whose deployments are named like their models; null: any "
+        "other endpoint",
     )
     timeout_s: float = runtime_field(120.0, gt=0, description="seconds until a request is abandoned and retried")
     max_retries: int = runtime_field(
