@@ -66,7 +66,7 @@ def run(url: str, seeds: Path, output: Path, journal: str, every_s: float) -> No
         "seeds": seeds,
         "output": output,
         "journal": journal,
-        "journal_upload.every_s": every_s,
+        "journal_upload_s": every_s,
         "generator.model": "gpt-4o-mini",
         "generator.max_tokens": 400,
         "judge.model": "o4-mini",

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from journal_store import store
 
-from infembed_ray.config.llm import JournalUpload
 from infembed_ray.llm.chat import Completion, Request
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import open_journal
@@ -55,7 +54,7 @@ def main() -> None:
         os.environ[SCRATCH] = directory
         for number in range(options.rounds):
             print("directory   ", asyncio.run(append(Journal(Path(directory) / f"local {number}"))), flush=True)
-            journal = open_journal(Folder(f"s3://bucket/{number}"), upload=JournalUpload(every_s=options.every_s))
+            journal = open_journal(Folder(f"s3://bucket/{number}"), upload_s=options.every_s)
             print("object store", asyncio.run(append(journal)), flush=True)
             journal.close()
 

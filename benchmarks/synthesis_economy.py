@@ -1,11 +1,11 @@
-"""Cost and quality of synthesis with and without a cheap judge, and the forecast of a canary.
+"""Cost and quality of synthesis with and without a cheap judge.
 
     python benchmarks/synthesis_economy.py --seeds seeds.jsonl
 
 Runs all seeds through the whole pipeline, once a case, against tests/support/stand_in_llm.py in another process:
 
     judge        the default: the judge (o4-mini) gives every verdict
-    cheap judge  the cheap judge (gpt-4o-mini) first, the judge on doubt, 5 % audited; 100 seeds as a canary first
+    cheap judge  the cheap judge (gpt-4o-mini) first, the judge on doubt, 5 % audited
     rejects      the same with rejects=true: two equal wrong picks of the cheap judge reject the record
     cheap only   the cheap judge's model in place of the judge
 
@@ -41,7 +41,7 @@ CHEAP, STRONG = "gpt-4o-mini", "o4-mini"
 AUDIT = 0.05
 CASES: dict[str, dict[str, Any]] = {
     "judge": {},
-    "cheap judge": {"cheap_judge": {"model": CHEAP, "audit": AUDIT}, "canary": {"seeds": 100}},
+    "cheap judge": {"cheap_judge": {"model": CHEAP, "audit": AUDIT}},
     "rejects": {"cheap_judge": {"model": CHEAP, "audit": AUDIT, "rejects": True}},
     "cheap only": {"judge": {"model": CHEAP}},
 }
@@ -84,7 +84,6 @@ def measure(options: argparse.Namespace, case: str, directory: Path) -> dict[str
         "wrongly_kept": sum(_poor(row) for row in kept),
         "wrongly_rejected": sum(not _poor(row) for row in judged),
         "cheap_judge": manifest["cheap_judge"],
-        "canary": manifest.get("canary"),
         "seconds": seconds,
     }
 

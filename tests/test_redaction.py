@@ -164,7 +164,7 @@ FAULTY = {
     "a key below a value": "seeds.{}=1",
     "broken YAML": "seeds=[{}",
     "a nested list": "more_endpoints=[{{base_url: '{}'}}]",
-    "a key of a mapping": "endpoint.deployments={{'{}': a}}",
+    "a key of a mapping": "columns={{'{}': [a]}}",
     "a whole section": "endpoint={}",
 }
 
@@ -247,7 +247,7 @@ from infembed_ray.llm.transport import Transport
 async def post():
     transport = Transport()
     try:
-        await transport.post(Route(Endpoint(api_key_env=None, base_url=sys.argv[1]), CHAT.path).address("m"), b"{}", {})
+        await transport.post(Route(Endpoint(api_key_env=None, base_url=sys.argv[1]), CHAT.path).target("m"), b"{}")
     except Exception as error:
         print(type(error).__name__, one_line(error))
     await transport.close()

@@ -30,7 +30,6 @@ TESTS_WITHOUT_A_MODULE = {
     "synthesis/test_batch_resuming.py": "runs that are killed while batches are pending",
     "synthesis/test_batch_runs.py": "whole runs in batches",
     "synthesis/test_complement.py": "sources of seeds and their complements",
-    "synthesis/test_canary.py": "whole runs with a canary",
     "synthesis/test_cheap_judge.py": "the pipeline with two judges",
     "synthesis/test_asking_again.py": "makes records with a journal",
     "test_audit.py": "runs .ci/audit",

@@ -17,17 +17,17 @@ from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.config.llm import ChatModel, Endpoint
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.llm import budget, dialects, prices
-from infembed_ray.llm.chat import Complete, Dialect, RowFailure, RunFailure
+from infembed_ray.llm import budget, prices
+from infembed_ray.llm.chat import Complete, RowFailure, RunFailure
 from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
+from infembed_ray.llm.ledger import Grant, LeaseReport, RateLimiter
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import Grant, LeaseReport
 from infembed_ray.progress import Advance, say, track
 from infembed_ray.records import tables
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import open_place
-from infembed_ray.synthesis import preflight, templates
+from infembed_ray.synthesis import preflight
 from infembed_ray.synthesis.judge import NONE, Lineup
 from infembed_ray.synthesis.pipeline import rate
 
@@ -84,7 +84,6 @@ def prepare(settings: AnalyzeSettings, files: Sequence[Place], references: Answe
     items, *_ = check_all(
         lambda: _items(files),
         lambda: preflight.check_urls(endpoints),
-        lambda: _check_not_served(wanted.endpoint),
         lambda: preflight.check_limits(wanted.limits, models, table),
     )
     for label in wanted.raters:
@@ -118,16 +117,6 @@ def ask(rating: Rating, settings: AnalyzeSettings) -> dict[str, dict[str, str]]:
                 "mend the cause and run the same command, which asks again only what was not answered",
             )
     return rated
-
-
-def _check_not_served(endpoint: Endpoint) -> None:
-    if endpoint.serve is not None:
-        raise InputError.of(
-            "agreement.endpoint.serve",
-            None,
-            "only `infembed synthesize` starts a model",
-            "start a server and give its agreement.endpoint.base_url",
-        )
 
 
 def _items(files: Sequence[Place]) -> list[AgreementItem]:
@@ -177,19 +166,13 @@ async def _ask_all(rating: Rating, settings: AnalyzeSettings) -> tuple[dict[str,
     journal = open_journal(rating.journal)
     slots = min(limits.in_flight or IN_FLIGHT, IN_FLIGHT)
     spent = 0.0 if limits.budget_usd is None else budget.resume(rating.journal, rating.table)
-    ledger = budget.DurableLedger(limits, spent, rating.journal)
+    ledger = budget.ledger(limits, spent, rating.journal)
 
     async def exchange(report: LeaseReport) -> Grant:
         return ledger.exchange(report)
 
-    async def learn() -> Sequence[Mapping[str, Dialect]]:
-        probes = {f"agreement.raters.{rater}": templates.probe(model) for rater, model in raters.items()}
-        learned = await dialects.learn(rating.endpoints, probes, rating.table)
-        ledger.charge(learned.used, learned.report)
-        return learned.dialects
-
-    limiter = budget.rate_limiter(limits, slots, exchange, rating.journal)
-    client = ChatClient(list(rating.endpoints.values()), journal, limiter, rating.table, learn=learn)
+    limiter = RateLimiter(limits, slots, exchange)
+    client = ChatClient(list(rating.endpoints.values()), journal, limiter, rating.table)
     asked = [(rater, item) for rater in raters for item in rating.items]
     try:
         with track("agreement", len(asked)) as advance:

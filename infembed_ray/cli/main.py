@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from infembed_ray import __version__, telemetry
 from infembed_ray.cli.tools import TOOLS, Tool
@@ -129,10 +129,6 @@ def parser_of(name: str) -> argparse.ArgumentParser:
         parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     else:
         parser.add_argument("--dry-run", action="store_true", help="check, print what a run would do, start nothing")
-    if name == "synthesize":
-        parser.add_argument(
-            "--endpoint", action="store_true", help="with --dry-run: list the endpoints' models, by free requests"
-        )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
     return parser
 
@@ -185,8 +181,7 @@ def _run_verb(options: argparse.Namespace, verb: Verb) -> None:
         return
     settings = load("storage.releases:resolved")(settings)
     if options.dry_run:
-        more: dict[str, Any] = {"endpoint": True} if getattr(options, "endpoint", False) else {}
-        for line in verb.describe(settings, **more):
+        for line in verb.describe(settings):
             say(f"{options.verb}: {line}")
         say(f"{options.verb}: no mistakes found, nothing was started")
         return

@@ -69,12 +69,11 @@ TOOLS = {
         (_OUTPUTS, _argument("--yes", action="store_true", help="remove it"), _JSON),
     ),
     "journal": Tool(
-        "check, compact, export, import or reconcile a journal of LLM responses",
+        "check, compact or reconcile a journal of LLM responses",
         "llm.journal_tools:run",
         (
-            _argument("action", choices=("stats", "verify", "compact", "export", "import", "reconcile")),
+            _argument("action", choices=("stats", "verify", "compact", "reconcile")),
             _argument("journal", metavar="DIR", help="directory of the journal"),
-            _argument("file", metavar="FILE", nargs="?", help=".jsonl file to export to or import from"),
         ),
         "journal stats runs/records/journal",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -16,18 +16,10 @@ class ChatModel(Settings):
     temperature: float | None = Field(
         None, ge=0, le=2, description="sampling temperature; null: not sent (reasoning models)"
     )
-    max_tokens: int | None = Field(None, ge=1, description="most completion tokens of an answer; null: not sent")
-    retry_max_tokens: int | None = Field(
+    max_tokens: int | None = Field(
         None,
         ge=1,
-        description="max_tokens of the one further request after an answer that max_tokens cut off; null: twice max_tokens; "
-        "the same as max_tokens: no further request",
-    )
-    resamples: int = Field(
-        1,
-        ge=0,
-        description="further requests after a refused or empty answer, or one cut off without max_tokens; none with "
-        "temperature=0",
+        description="most completion tokens of an answer, and twice as many after a cut-off one; null: not sent",
     )
     reasoning_effort: str | None = Field(
         None, description="low, medium, high, ... for reasoning models; null: not sent"
@@ -36,52 +28,10 @@ class ChatModel(Settings):
         False, description="ask for JSON by a strict schema, if the endpoint supports it; false: labelled text"
     )
 
-    @property
-    def last_max_tokens(self) -> int | None:
-        """The most completion tokens that any request asks for."""
-        if self.max_tokens is None:
-            return None
-        return 2 * self.max_tokens if self.retry_max_tokens is None else max(self.max_tokens, self.retry_max_tokens)
-
-
-class SelfHosted(Settings):
-    """A model that vLLM serves on the run's own cluster (Ray Serve LLM) for the time of the run."""
-
-    model: str = runtime_field(
-        description="model id at the Hugging Face hub; generator.model and judge.model have the same"
-    )
-    source: str | None = runtime_field(
-        None, description="directory on every node, or s3:// or gs:// URI, of the weights; null: the hub"
-    )
-    replicas: int = runtime_field(1, ge=1, description="copies of the model; requests are spread over them")
-    tensor_parallel: int = runtime_field(1, ge=1, description="GPUs of each copy")
-    accelerator: str | None = runtime_field(
-        None, description="GPU type in Ray's spelling, for example L4, A100 or H100; cpu: none; null: any GPU"
-    )
-    engine: dict[str, Any] = runtime_field(
-        {}, description="further engine arguments of vLLM, for example {max_model_len: 8192}"
-    )
-    port: int = runtime_field(8001, ge=1, le=65535, description="port on the head node, unless Ray Serve runs already")
-    start_timeout_s: float = runtime_field(
-        1800.0, gt=0, description="seconds until the model must answer, download and loading of the weights included"
-    )
-    usd_per_gpu_hour: float | None = runtime_field(
-        None, ge=0, description="price of a GPU hour, for the run's figures; null: unknown"
-    )
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of all copies."""
-        return 0 if self.accelerator == "cpu" else self.replicas * self.tensor_parallel
-
 
 class Endpoint(Settings):
     """An OpenAI-compatible endpoint."""
 
-    serve: SelfHosted | None = runtime_field(
-        None,
-        description="start this model on the cluster for the time of the run; base_url and the key are then not used",
-    )
     base_url: str = runtime_field(
         "https://api.openai.com/v1", description="URL up to /v1; with api_version (Azure OpenAI), the resource's URL"
     )
@@ -90,29 +40,15 @@ class Endpoint(Settings):
         description="environment variable with the key, set on every node; null: the endpoint needs no key",
     )
     api_version: str | None = runtime_field(
-        None, description="api-version of Azure OpenAI, for example 2024-10-21; null: any other endpoint"
-    )
-    deployments: dict[str, str] = runtime_field(
-        {}, description="Azure OpenAI: model -> name of its deployment, where the two differ"
-    )
-    idempotency_header: str | None = runtime_field(
         None,
-        description="header that carries a request's journal key, for endpoints or gateways that answer a repeated key from "
-        "memory, for example Idempotency-Key; null: none",
-    )
-    weight: float = runtime_field(
-        1.0, gt=0, description="share of the requests, relative to the other endpoints' weights"
+        description="api-version of Azure OpenAI, for example 2024-10-21, whose deployments are named like their models; null: any "
+        "other endpoint",
     )
     timeout_s: float = runtime_field(120.0, gt=0, description="seconds until a request is abandoned and retried")
     max_retries: int = runtime_field(
         6,
         ge=0,
         description="retries of 5xx and time-outs before the row becomes a dead letter, while the endpoint answers others",
-    )
-    probe: bool = runtime_field(
-        True,
-        description="ask each chat model a short question before the first paid call, to find out which parameters it takes "
-        "(max_tokens, temperature, response_format, reasoning_effort), and adapt them; false: send them as set",
     )
     patience_s: float = runtime_field(
         600.0,
@@ -138,16 +74,6 @@ class Limits(Settings):
     )
 
 
-class JournalUpload(Settings):
-    """When an actor uploads its answers to a journal in an object store.
-
-    Losing a node loses the answers since the last upload, so they are paid for again. A killed process loses none.
-    """
-
-    every_s: float = runtime_field(60.0, gt=0, description="seconds between two uploads of an actor")
-    every_mb: int = runtime_field(32, ge=1, description="MiB of answers that are uploaded before that")
-
-
 class Batches(Settings):
     """The Batch API, at half the price. A row's requests go out one after another, in waves of batches.
 
@@ -155,20 +81,7 @@ class Batches(Settings):
     each submitted batch.
     """
 
-    max_requests: int = runtime_field(50_000, ge=1, le=50_000, description="most requests of a batch")
-    enqueued_tokens: int | None = runtime_field(
-        None,
-        ge=1,
-        description="most prompt tokens of a model in batches that have not ended (your account's batch queue limit); null: "
-        "learned when the endpoint refuses a batch",
-    )
     poll_s: float = runtime_field(30.0, gt=0, description="seconds between two status requests for a batch")
-    patience_h: float | None = runtime_field(
-        None, gt=0, description="hours until a batch is cancelled; null: it ends by itself (24 at OpenAI)"
-    )
-    attempts: int = runtime_field(
-        3, ge=1, description="batches that a request is put into until one answers it (some expire, or fail)"
-    )
     rest: Literal["stop", "dead_letter", "online"] = runtime_field(
         "stop",
         description="requests that all attempts left unanswered: stop (print what they would cost online, and end the run), "

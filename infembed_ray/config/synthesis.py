@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
-from infembed_ray.config.base import InputPath, ModelName, Settings, runtime_field
-from infembed_ray.config.llm import Batches, ChatModel, Endpoint, JournalUpload, Limits
-
-SeedFormat = Literal["table", "msmarco", "robust04", "leetcode", "metamath"]
-
-
-class Selection(Settings):
-    """Choice of seeds that cover the set: greedy facility location over embeddings."""
-
-    seeds: int = Field(ge=1, description="number of seeds to choose")
-    encoder: ModelName = runtime_field(description="checkpoint or hub name of the encoder")
-    batch_tokens: int = runtime_field(4096, ge=64, description="tokens per encoding batch, with padding")
+from infembed_ray.config.base import InputPath, Settings, runtime_field
+from infembed_ray.config.llm import Batches, ChatModel, Endpoint, Limits
 
 
 class CheapJudge(ChatModel):
@@ -34,48 +22,27 @@ class CheapJudge(ChatModel):
     )
 
 
-class Canary(Settings):
-    """A random sample of the seeds that goes through all steps first, online, for a forecast of the run."""
-
-    seeds: int = runtime_field(100, ge=1, le=5000, description="seeds of the sample")
-    max_usd_per_1000_kept: float | None = runtime_field(
-        None, gt=0, description="end the run if the forecast USD per 1,000 kept records is higher; null: no limit"
-    )
-    min_kept: float | None = runtime_field(
-        None, gt=0, le=1, description="end the run if a smaller share of the sample is kept; null: no limit"
-    )
-    stop: bool = runtime_field(
-        False, description="end the run after the forecast in any case; with false, the same command goes on"
-    )
-
-
 class SynthesizeSettings(Settings):
     """`infembed synthesize`: seeds -> InF-IR records (paper, section 4)."""
 
     seeds: InputPath = runtime_field(
         description="a file, or a directory of files: Parquet, JSONL, JSON, CSV or TSV with id, query, passage"
     )
-    format: SeedFormat = Field(
-        "table", description="table, or the published layout of msmarco (v2.1), robust04, leetcode or metamath"
-    )
     output: str = runtime_field(description="directory or URI for the published records")
     journal: str | None = runtime_field(
         None, description="directory or URI of the response journal; null: OUTPUT/journal"
     )
-    journal_upload: JournalUpload = runtime_field(
-        JournalUpload(), description="journal in an object store: when answers are uploaded"
+    journal_upload_s: float = runtime_field(
+        60.0,
+        gt=0,
+        description="journal in an object store: seconds between two uploads; losing a node loses the answers since the last one",
     )
     replay: tuple[InputPath, ...] = runtime_field(
         (), description="finished journals (files or directories) that are only read"
     )
-    columns: dict[str, str] = Field({}, description="format=table: our column name -> its name in the seeds file")
+    columns: dict[str, str] = Field({}, description="our column name -> its name in the seeds file")
     split: str | None = Field(None, description="only seeds of this split: their column `split`, or their file's name")
-    passage_words: int | None = Field(None, ge=1, description="cut the seeds' passages after N words; null: whole")
     limit: int | None = Field(None, ge=1, description="use only the first N seeds")
-    select: Selection | None = Field(
-        None,
-        description="choose seeds that cover all of them, by `seed`, before `limit`; null: all, in their order",
-    )
     generator: ChatModel = Field(ChatModel(model="gpt-4o-mini"), description="writes instructions and negatives")
     judge: ChatModel = Field(ChatModel(model="o4-mini"), description="judges the three scenarios")
     cheap_judge: CheapJudge | None = Field(
@@ -89,15 +56,12 @@ class SynthesizeSettings(Settings):
     )
     endpoint: Endpoint = runtime_field(Endpoint(), description="serves the models")
     more_endpoints: tuple[Endpoint, ...] = runtime_field(
-        (), description="also serve the models: requests are shared by weight, and each stands in for the others"
+        (), description="also serve the models: requests are shared evenly, and each stands in for the others"
     )
     batches: Batches | None = runtime_field(
         None, description="{}: ask the Batch API of `endpoint`, at half the price; null: all online"
     )
     limits: Limits = runtime_field(Limits(), description="of all actors together")
-    canary: Canary | None = runtime_field(
-        None, description="{seeds: 100}: a sample first, for a forecast of cost, time and kept records; null: none"
-    )
     prices: str | None = runtime_field(
         None, description="path or URI of a YAML file like llm/prices.yaml with your own prices, which override it"
     )

@@ -10,22 +10,26 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx2
 import openai
 from openai.types import Batch
 
 from infembed_ray.config.llm import Endpoint
-from infembed_ray.llm.batch_quota import EXCEEDED, QuotaExceeded
 from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import pause_s
-from infembed_ray.llm.endpoint import one_line
-from infembed_ray.llm.openai_client import openai_client
+from infembed_ray.llm.endpoint import api_key, one_line
 
 T = TypeVar("T")
 
+EXCEEDED = "token_limit_exceeded"
+"""Error code of a batch, or of its submission, that exceeds the quota."""
 _TAG = "infembed_ray"
+
+
+class QuotaExceeded(Exception):
+    """The endpoint refused a batch because of its quota of enqueued tokens. The batch costs nothing and may come again."""
 
 
 class BatchClient:
@@ -85,10 +89,6 @@ class BatchClient:
         """Return the state of a batch."""
         return await self._retry("no answer about batches", lambda: self._client.batches.retrieve(batch_id))
 
-    async def cancel(self, batch_id: str) -> None:
-        """Ask the endpoint to end a batch early."""
-        await self._retry("no answer about batches", lambda: self._client.batches.cancel(batch_id))
-
     async def download(self, file_id: str, to: Path) -> None:
         """Write a file of the endpoint to `to`."""
 
@@ -124,3 +124,26 @@ class BatchClient:
         if status in (404, 405):
             return f"batches: {url} has no Batch API, or no longer has this batch or file ({said}); set batches=null"
         return f"batches: {url} refuses them ({said})"
+
+
+def openai_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
+    """Return a client without retries, with the endpoint's key from this machine's environment."""
+    key = api_key(endpoint)
+    # Not from the environment: all requests go to one account.
+    headers: dict[str, Any] = {"OpenAI-Organization": openai.Omit(), "OpenAI-Project": openai.Omit()}
+    options: dict[str, Any] = {
+        "api_key": key or "none",  # the client insists on one; `_without_key` removes it from the requests
+        "timeout": endpoint.timeout_s,
+        "max_retries": 0,  # a submission must not be repeated blindly
+        "default_headers": headers,
+        "http_client": None if key else openai.DefaultAsyncHttpx2Client(event_hooks={"request": [_without_key]}),
+    }
+    if endpoint.api_version is None:
+        return openai.AsyncOpenAI(base_url=endpoint.base_url, **options)
+    return openai.AsyncAzureOpenAI(azure_endpoint=endpoint.base_url, api_version=endpoint.api_version, **options)
+
+
+async def _without_key(request: httpx2.Request) -> None:
+    """Remove the key's headers from a request."""
+    for name in ("Authorization", "api-key"):
+        request.headers.pop(name, None)

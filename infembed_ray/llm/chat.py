@@ -15,9 +15,6 @@ UNREADABLE = "unreadable"
 
 CAP = "max_completion_tokens"
 """Parameter that bounds the tokens of an answer."""
-UNCAPPED = "uncapped"
-"""Mark in the dialect of a model that is not known to keep to the cap of an answer; IGNORED: it is known not to."""
-IGNORED = "ignored"
 PROBE = "probe"
 """Step of a short question that shows whether an endpoint answers."""
 
@@ -164,21 +161,6 @@ class Completion:
     def empty(self) -> bool:
         """Whether it ended without an answer, apart from reasoning."""
         return self.finish_reason != UNREADABLE and not without_reasoning(self.text).strip()
-
-
-Dialect = Mapping[str, str | None]
-"""Parameter of ours -> what is sent instead: another name, or None if it is left out. For `response_format`, another type."""
-
-
-def adapted(body: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
-    """Return a request's body with the parameters of a dialect."""
-    sent = dict(body)
-    for name, instead in dialect.items():
-        if name in sent:
-            value = sent.pop(name)
-            if instead is not None:
-                sent |= {name: {"type": instead}} if name == "response_format" else {instead: value}
-    return sent
 
 
 Complete = Callable[[Request], Awaitable[Completion]]

@@ -1,7 +1,6 @@
 """Client of OpenAI-compatible endpoints: journaled, rate-limited, with retries and fail-over between endpoints.
 
-It uses aiohttp's connections (module `transport`) and plain dicts. The `openai` client costs 1.0-2.5 ms of CPU a request
-instead of 0.1 to 0.2 ms, which would make it the bottleneck of a fan-out.
+The `openai` client would cost 1.0-2.5 ms of CPU per request; aiohttp's connections and plain dicts cost 0.1-0.2 ms.
 """
 
 from __future__ import annotations
@@ -11,24 +10,21 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
 import aiohttp
 
 from infembed_ray.config.llm import Endpoint
-from infembed_ray.llm.chat import UNCAPPED, Completion, Dialect, Request, RowFailure, RunFailure
-from infembed_ray.llm.endpoint import CHAT, ErrorBody, RateLimited, Route, ServerError, Unanswered, WireFormat, one_line
-from infembed_ray.llm.gates import Gate
+from infembed_ray.llm.chat import CAP, Completion, Request, RowFailure, RunFailure
+from infembed_ray.llm.endpoint import CHAT, ErrorBody, RateLimited, Route, Unanswered, WireFormat, one_line
 from infembed_ray.llm.journal import Journal
-from infembed_ray.llm.lease import RateLimiter
+from infembed_ray.llm.lanes import Lane
+from infembed_ray.llm.ledger import REQUESTS, TOKENS, USD, Amounts, RateLimiter, used_by
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import REQUESTS, TOKENS, USD, Amounts, used_by
 from infembed_ray.llm.transport import Transport
-from infembed_ray.llm.worst_cases import WorstCases
 
 T = TypeVar("T")
 
@@ -37,9 +33,15 @@ BACKOFF_S = 0.5
 BACKOFF_CAP_S = 60.0
 FAULTS_TO_REST = 3
 """Consecutive faults after which an endpoint rests while another one is available."""
+MARGIN = 2
+"""Worst case of an answer at an endpoint that ignores the cap, as a multiple of the longest answer so far."""
 
 _UNSENT: Amounts = {REQUESTS: 0, TOKENS: 0, USD: 0.0}
 _UNPAID: Amounts = {REQUESTS: 1, TOKENS: 0, USD: 0.0}  # used by a request that was certainly not answered
+
+
+class _Adapted(Unanswered):
+    """The endpoint refused a parameter, which the next attempt leaves out or renames."""
 
 
 class ChatClient:
@@ -51,8 +53,6 @@ class ChatClient:
         endpoints: all serve the models. The retries and patience of the first one apply.
         journal: read before a request is sent, and written before its answer is used.
         limiter: enforces the limits. A request that waits for its retry is not in flight.
-        learn: called before the first request is sent; returns the dialects of each endpoint's models, and raises
-            RunFailure if a model cannot be asked. None: parameters are sent as they are.
     """
 
     def __init__(
@@ -62,19 +62,17 @@ class ChatClient:
         limiter: RateLimiter,
         table: PriceTable,
         wire: WireFormat = CHAT,
-        learn: Callable[[], Awaitable[Sequence[Mapping[str, Dialect]]]] | None = None,
     ) -> None:
         self._wire = wire
-        self._routes = [_RestingRoute(endpoint, wire.path, limiter) for endpoint in endpoints]
+        self._routes = [_LearningRoute(endpoint, wire.path, limiter.slots) for endpoint in endpoints]
         self._patience_s, self._max_retries = endpoints[0].patience_s, endpoints[0].max_retries
         self._journal = journal
         self._limiter = limiter
         self._table = table
         self._transport: Transport | None = None
         self._asking: dict[str, asyncio.Future[Completion]] = {}
-        self._learn = learn
-        self._learning = asyncio.Lock()
-        self._worst = WorstCases(wire, table, limiter.budgeted, limiter.warn)
+        self._longest: defaultdict[str, int] = defaultdict(int)
+        """Model that exceeds its cap -> tokens of its longest answer."""
 
     async def complete(self, request: Request) -> Completion:
         """Return the completion of a request: from the journal, from an equal request in flight, or from an endpoint.
@@ -86,12 +84,12 @@ class ChatClient:
                 more is sent.
         """
         try:
-            known = self._journal.get(*request.keys)
+            replayed = self._journal.get(*request.keys)
         except RunFailure as failure:
             self._limiter.fail(str(failure))
             raise
-        if known is not None:
-            return known
+        if replayed is not None:
+            return replayed
         twin = self._asking.get(request.key)
         if twin is not None:
             return replace(await asyncio.shield(twin), replayed=True)
@@ -128,112 +126,116 @@ class ChatClient:
 
     async def send(self, request: Request) -> Completion:
         """Send a request within the limits, with retries, and without the journal; raises as `complete` does."""
-        if self._learn is not None:
-            await self._learn_dialects()
         tries = _Tries()
         while True:
             failure: Unanswered | RowFailure | None = None
-            async with self._worst.room(request):
-                route, gate, cost = await self._enter(request)
-                used = cost
-                sent = time.monotonic()
-                try:
-                    completion = await self._attempt(route, gate, request, tries)
-                    used = used_by(request, completion, self._table) or cost
-                    self._limiter.traffic.add_answer(time.monotonic() - sent)
-                    return completion
-                except Unanswered as unanswered:
-                    failure = unanswered
-                    used = cost if failure.paid else _UNPAID
-                except RowFailure as refused:
-                    failure, used = refused, _UNPAID
-                except RunFailure as refused:
-                    used = _UNPAID
-                    self._limiter.traffic.failed += 1
-                    self._drop(route, refused)
-                finally:
-                    self._limiter.settle(cost, used, sent)
-                    gate.leave(isinstance(failure, RateLimited))
-            if failure is None:
+            route, lane, cost = await self._enter(request)
+            used = cost
+            sent = time.monotonic()
+            try:
+                completion = await self._attempt(route, lane, request)
+                used = used_by(request, completion, self._table) or cost
+                self._limiter.traffic.add_answer(time.monotonic() - sent)
+                return completion
+            except Unanswered as unanswered:
+                failure = unanswered
+                used = cost if failure.paid else _UNPAID
+            except RowFailure as refused:
+                failure, used = refused, _UNPAID
+            except RunFailure as refused:
+                used = _UNPAID
+                self._limiter.traffic.failed += 1
+                self._drop(route, refused)
+            finally:
+                self._limiter.settle(cost, used, sent)
+                lane.leave(isinstance(failure, RateLimited))
+            if failure is None or isinstance(failure, _Adapted):
                 continue
             tries.took_s += time.monotonic() - sent
             if pause := await self._pause_after(failure, route, request, tries):
                 tries.took_s += pause
                 await self._limiter.pause(pause)
 
-    async def _learn_dialects(self) -> None:
-        async with self._learning:
-            if self._learn is None or self._limiter.failure is not None:
-                return
-            try:
-                learned = await self._learn()
-            except RunFailure as failure:
-                self._limiter.fail(str(failure))
-                raise
-            for route, dialects in zip(self._routes, learned, strict=True):
-                route.dialects = dialects
-                route.reached = bool(dialects)
-            capped = [{model for model, dialect in each.items() if UNCAPPED not in dialect} for each in learned]
-            self._worst.capped = set.intersection(*capped)
-            self._learn = None
-
-    async def _enter(self, request: Request) -> tuple[_RestingRoute, Gate, Amounts]:
-        """Wait until a request may be sent; return the endpoint, the gate, to be left afterwards, and the worst case."""
+    async def _enter(self, request: Request) -> tuple[_LearningRoute, Lane, Amounts]:
+        """Wait until a request may be sent; return the endpoint, the lane, to be left afterwards, and the worst case."""
         while True:
-            cap = self._worst.cap(request)
-            cost = self._worst.amounts(request, cap)
+            longest = self._longest[request.model]
+            cost = self._worst_case(request)
             await self._limiter.enter(cost)
             route = self._choose(request.model)
-            gate = route.gate(request.model)
-            if not gate.take(cost):
+            lane = route.lane(request.model)
+            if lane.full:
                 self._limiter.settle(cost, _UNSENT, time.monotonic())  # another model may use the slot meanwhile
-                await gate.wait(cost)
+                await lane.enter()
                 try:
                     await self._limiter.enter(cost)
                 except RunFailure:
-                    gate.leave(limited=False)
+                    lane.leave(limited=False)
                     raise
-            if self._worst.cap(request) == cap:
-                return route, gate, cost
+            else:
+                await lane.enter()
+            if self._longest[request.model] == longest:
+                return route, lane, cost
             self._limiter.settle(cost, _UNSENT, time.monotonic())  # meanwhile a longer answer has arrived
-            gate.leave(limited=False)
+            lane.leave(limited=False)
 
-    async def _attempt(self, route: _RestingRoute, gate: Gate, request: Request, tries: _Tries) -> Completion:
+    def _worst_case(self, request: Request) -> Amounts:
+        longest = self._longest[request.model]
+        if longest and CAP in request.parameters:
+            cap = max(request.parameters[CAP], MARGIN * longest)
+            request = replace(request, parameters={**request.parameters, CAP: cap})
+        return self._wire.worst_case(request, self._table)
+
+    async def _attempt(self, route: _LearningRoute, lane: Lane, request: Request) -> Completion:
         if self._transport is None:
             self._transport = Transport()
-        headers = {}
-        if route.endpoint.idempotency_header is not None:
-            # A new key after an error: endpoints that remember answers may remember errors as well.
-            key = f"{request.key}-{tries.errors}" if tries.errors else request.key
-            headers = {route.endpoint.idempotency_header: key}
+        body = lane.dialect.encoded(request)
         try:
-            response = await self._transport.post(route.address(request.model), route.body(request), headers)
+            response = await self._transport.post(route.target(request.model), body)
         except asyncio.TimeoutError as error:
             raise Unanswered(f"no answer within {route.endpoint.timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise Unanswered(f"connection failed: {one_line(error)}") from error
         route.reached = True
-        if time.monotonic() >= gate.read_at:
-            gate.read(response.headers)
-        if not 200 <= response.status < 300:
-            raise route.failure(request, response.status, response.headers, response.body)
-        try:
-            completion = self._wire.parse(response.body)
-        except ErrorBody as error:
-            raise route.failure(request, error.status, response.headers, error.body) from error
-        route.faults = 0
-        route.pulses[request.model].note(None)
-        self._worst.learn(request, completion)
-        return completion
+        status, refusal = response.status, response.body
+        if 200 <= status < 300:
+            try:
+                completion = self._wire.parse(response.body)
+            except ErrorBody as error:
+                status, refusal = error.status, error.body
+            else:
+                lane.answered_steps.add(request.step)
+                lane.note(None)
+                self._note_length(request, completion)
+                return completion
+        failure = route.failure(request, status, response.headers, refusal)
+        if status in (400, 422) and isinstance(failure, RowFailure) and request.step not in lane.answered_steps:
+            change = lane.dialect.learn(request, body, refusal)
+            if change:
+                self._limiter.warn(f"{route.endpoint.base_url}: {request.model} {change}")
+            if change is not None:
+                raise _Adapted(str(failure), paid=False)
+        raise failure
+
+    def _note_length(self, request: Request, completion: Completion) -> None:
+        """Warn once of each model that exceeds the cap of an answer, and count with longer answers from now on."""
+        tokens = completion.completion_tokens
+        if tokens > request.parameters.get(CAP, tokens):
+            self._longest[request.model] = max(self._longest[request.model], tokens)
+            self._limiter.warn(
+                f"model {request.model}: an answer has more tokens than its max_tokens, which the endpoint ignores; from now on "
+                f"each request counts at {MARGIN} times the longest answer"
+            )
 
     async def _pause_after(
-        self, failure: Unanswered | RowFailure, route: _RestingRoute, request: Request, tries: _Tries
+        self, failure: Unanswered | RowFailure, route: _LearningRoute, request: Request, tries: _Tries
     ) -> float:
         """Return the seconds to wait after a failed attempt; raise if there must be no further attempt.
 
         A row fails only if its endpoint answers others; see `_fault`. An endpoint that refuses them all is dropped. If no
         endpoint answers, the request is retried for `patience_s`; then the run fails.
         """
+        lane = route.lane(request.model)
         if isinstance(failure, RowFailure):
             fault = await self._fault(route, request)
             if not isinstance(fault, Unanswered):
@@ -243,22 +245,22 @@ class ChatClient:
                 self._drop(route, fault)
                 return 0.0
             failure = fault  # ask again when the endpoint is back
-        model = request.model
         tries.failed += 1
-        tries.errors += isinstance(failure, ServerError)
         pause = pause_s(tries.failed - 1, failure.retry_after_s)
         limited = isinstance(failure, RateLimited)
+        now = time.monotonic()
         if limited:
             self._limiter.traffic.rate_limited += 1
-            gate = route.gate(model)
-            gate.rests_until = max(gate.rests_until, time.monotonic() + pause)
+            lane.rests_until = max(lane.rests_until, now + pause)
         else:
             self._limiter.traffic.failed += 1
             tries.faults += 1
-            route.count_fault()
+            lane.faults += 1
+            if lane.faults >= FAULTS_TO_REST:
+                lane.rests_until = max(lane.rests_until, now + _longest_pause_s(lane.faults - FAULTS_TO_REST))
         given_up = tries.faults > self._max_retries or tries.took_s > self._patience_s
-        now = time.monotonic()
-        others_wake_at = min((each.wakes_at(model) for each in self._routes if each is not route), default=math.inf)
+        others = (other.lane(request.model).rests_until for other in self._routes if other is not route)
+        others_wake_at = min(others, default=math.inf)
         if not given_up and others_wake_at <= now:
             return 0.0
         left_s = self._patience_s - tries.took_s
@@ -269,7 +271,7 @@ class ChatClient:
         return min(pause, longest_s) if longest_s else pause
 
     async def _give_up(
-        self, failure: Unanswered, route: _RestingRoute, request: Request, tries: _Tries, wait_s: float
+        self, failure: Unanswered, route: _LearningRoute, request: Request, tries: _Tries, wait_s: float
     ) -> float:
         """End the retries of a request: fail it if an endpoint answers others, or fail the run if the patience is over.
 
@@ -300,43 +302,44 @@ class ChatClient:
         tries.faults = 0  # an outage says nothing about the request
         return left_s
 
-    async def _fault(self, route: _RestingRoute, request: Request) -> Unanswered | RunFailure | None:
+    async def _fault(self, route: _LearningRoute, request: Request) -> Unanswered | RunFailure | None:
         """Ask a short question; return why the endpoint does not answer it, or None.
 
         Concurrent calls share a question, and an answer to any other request to the model replaces it.
         """
-        pulse, now = route.pulses[request.model], time.monotonic()
-        async with pulse.asking:
-            if pulse.at < now:
+        lane, now = route.lane(request.model), time.monotonic()
+        async with lane.asking:
+            while lane.noted < now:
                 probe = self._wire.probe(request)
                 cost = self._wire.worst_case(probe, self._table)
                 await self._limiter.enter(cost)
                 used, began = _UNPAID, time.monotonic()
                 try:
-                    answer = await self._attempt(route, route.gate(request.model), probe, _Tries())
+                    answer = await self._attempt(route, lane, probe)
                     used = used_by(probe, answer, self._table) or cost
+                except _Adapted:
+                    continue
                 except Unanswered as failure:
                     used = cost if failure.paid else _UNPAID
-                    pulse.note(failure)
+                    lane.note(failure)
                 except RunFailure as failure:
-                    pulse.note(failure)
+                    lane.note(failure)
                 except RowFailure as failure:
-                    pulse.note(
-                        RunFailure(
-                            f"endpoint.base_url={route.endpoint.base_url}: refuses every request to {request.model}, also a "
-                            f"short question ({failure}); correct the model's settings, or the account"
-                        )
+                    url = route.endpoint.base_url
+                    refusal = f"refuses every request to {request.model}, also a short question ({failure})"
+                    lane.note(
+                        RunFailure(f"endpoint.base_url={url}: {refusal}; correct the model's settings, or the account")
                     )
                 finally:
                     self._limiter.settle(cost, used, began)
-            return pulse.fault
+            return lane.fault
 
     def _fail(self, failure: str, cause: Exception) -> NoReturn:
         """Stop the run."""
         self._limiter.fail(failure)
         raise RunFailure(failure) from cause
 
-    def _drop(self, route: _RestingRoute, failure: RunFailure) -> None:
+    def _drop(self, route: _LearningRoute, failure: RunFailure) -> None:
         """Stop using an endpoint that refuses all requests; stop the run if it is the last one."""
         if not any(other is not route for other in self._routes):
             self._limiter.fail(str(failure))  # before another request takes the slot
@@ -345,16 +348,15 @@ class ChatClient:
             self._routes.remove(route)
             self._limiter.warn(f"{failure}; the other endpoints stand in")
 
-    def _choose(self, model: str) -> _RestingRoute:
-        """Choose an awake endpoint by weight, if possible one that takes a request now, or the one that wakes first."""
+    def _choose(self, model: str) -> _LearningRoute:
+        """Choose an awake endpoint at random, if possible one that takes a request now, or the one that wakes first."""
         if len(self._routes) == 1:
             return self._routes[0]
         now = time.monotonic()
-        awake = [route for route in self._routes if route.wakes_at(model) <= now]
+        awake = [route for route in self._routes if route.lane(model).rests_until <= now]
         if not awake:
-            return min(self._routes, key=lambda route: route.wakes_at(model))
-        awake = [route for route in awake if not route.gate(model).full] or awake
-        return random.choices(awake, [route.endpoint.weight for route in awake])[0]
+            return min(self._routes, key=lambda route: route.lane(model).rests_until)
+        return random.choice([route for route in awake if not route.lane(model).full] or awake)
 
 
 @dataclass
@@ -366,59 +368,24 @@ class _Tries:
     failed: int = 0
     faults: int = 0
     """Failed attempts other than 429s, which say nothing about the request."""
-    errors: int = 0
-    """HTTP 5xx responses."""
 
 
-@dataclass
-class _Pulse:
-    """Whether an endpoint answers requests to a model, as of its last answer or short question."""
-
-    at: float = -math.inf
-    fault: Unanswered | RunFailure | None = None
-    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    def note(self, fault: Unanswered | RunFailure | None) -> None:
-        """Note why a request was not answered now; None: it was answered."""
-        self.at, self.fault = time.monotonic(), fault
-
-
-class _RestingRoute(Route):
-    """An endpoint that rests after repeated faults, with a gate for each model."""
-
-    def __init__(self, endpoint: Endpoint, path: str, limiter: RateLimiter) -> None:
-        super().__init__(endpoint, path)
-        self._limiter = limiter
-        self._gates: dict[str, Gate] = {}
-        self.pulses: defaultdict[str, _Pulse] = defaultdict(_Pulse)
-        """By model."""
+class _LearningRoute(Route):
+    """An endpoint with a lane for each model."""
 
     reached = False
     """Whether it has sent any HTTP response."""
-    faults = 0
-    """Consecutive faults."""
-    rests_until = 0.0
 
-    def gate(self, model: str) -> Gate:
-        """Return the limits of a model at this endpoint."""
-        if model not in self._gates:
-            used_up = (
-                f"model {model}: the rate-limit headers of {self.endpoint.base_url} say that its quota is used up; its requests "
-                "wait for the reset, and go one at a time until the headers leave more"
-            )
-            self._gates[model] = Gate(self._limiter.slots, self._limiter.pause, partial(self._limiter.warn, used_up))
-        return self._gates[model]
+    def __init__(self, endpoint: Endpoint, path: str, slots: int) -> None:
+        super().__init__(endpoint, path)
+        self._slots = slots
+        self._lanes: dict[str, Lane] = {}
 
-    def wakes_at(self, model: str) -> float:
-        """Return the time from which the endpoint should be asked for a model again."""
-        return max(self.rests_until, self.gate(model).rests_until)
-
-    def count_fault(self) -> None:
-        """Count a fault; after several, prefer other endpoints for a while."""
-        self.faults += 1
-        if self.faults >= FAULTS_TO_REST:
-            pause_s = _longest_pause_s(self.faults - FAULTS_TO_REST)
-            self.rests_until = max(self.rests_until, time.monotonic() + pause_s)
+    def lane(self, model: str) -> Lane:
+        """Return what is known of a model at this endpoint."""
+        if model not in self._lanes:
+            self._lanes[model] = Lane(self.endpoint, self._slots)
+        return self._lanes[model]
 
 
 def _longest_pause_s(attempt: int) -> float:

@@ -1,9 +1,7 @@
 """Drain an actor whose driver was killed: it sends nothing more, journals the answers in flight, and exits.
 
-If the driver started the cluster, the raylet dies with it. The actors live on for about two seconds, until Ray notices and
-ends them without a signal. In that time they would send more requests and lose the last answers. So an actor on the
-driver's machine watches the driver's process (pidfd) and drains. On a cluster that outlives the driver, Ray ends the actors
-within 0.1 s of the driver's death; requests in flight are then cut off and sent again by the next run.
+Without it, the actors of a cluster that dies with its driver would send for two more seconds and lose the last answers. A
+cluster that outlives the driver ends its actors at once; their requests in flight are sent again by the next run.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import NamedTuple
 from infembed_ray import ray_compat
 from infembed_ray.llm.client import ChatClient
 from infembed_ray.llm.journal import Journal
-from infembed_ray.llm.lease import RateLimiter
+from infembed_ray.llm.ledger import RateLimiter
 
 DRAIN_S = 30.0
 """Seconds until an actor cuts off requests that are still unanswered. Ray's core ends a process that has found no control

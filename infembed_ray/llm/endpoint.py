@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import email.utils
 import json
 import os
 import re
 import socket
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -19,17 +21,14 @@ from infembed_ray.llm.chat import (
     PROBE,
     UNREADABLE,
     Completion,
-    Dialect,
     Request,
     RowFailure,
     RunFailure,
-    adapted,
     replace_surrogates,
 )
+from infembed_ray.llm.ledger import Amounts, worst_case
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_headers import retry_after_s
-from infembed_ray.llm.rate_limits import Amounts, worst_case
-from infembed_ray.llm.transport import Address
+from infembed_ray.llm.transport import Target
 from infembed_ray.redaction import masked
 
 MOST_TOKENS = 10**8
@@ -52,6 +51,7 @@ _MEANINGS = (
 )  # of errors without a status, the first that matches
 _NO_QUOTA = re.compile(r"insufficient_(quota|balance|funds|credit)|exceeded_current_quota|billing|payment_required")
 """Codes and types of errors that only a payment or a new month mends; their texts also name limits that last a minute."""
+_NUMBER = re.compile(r"\d+(\.\d*)?")
 _INTERRUPTED = {"error", "abort", "aborted", "insufficient_system_resource"}
 
 
@@ -72,7 +72,7 @@ class RateLimited(Unanswered):
 
 
 class ServerError(Unanswered):
-    """The endpoint answered HTTP 5xx, which it may remember under an idempotency key."""
+    """The endpoint answered HTTP 5xx."""
 
 
 class ErrorBody(Unanswered):
@@ -109,23 +109,16 @@ class Route:
 
     def __init__(self, endpoint: Endpoint, path: str) -> None:
         self.endpoint = endpoint
-        self.dialects: Mapping[str, Dialect] = {}
-        """Model -> the parameters that it takes."""
         self._path = path
-        self._addresses: dict[str, Address] = {}
+        self._targets: dict[str, Target] = {}
 
-    def address(self, model: str) -> Address:
+    def target(self, model: str) -> Target:
         """Return where requests to a model go; RunFailure if the environment variable with the key is not set."""
-        if model not in self._addresses:
+        if model not in self._targets:
             url = _url(self.endpoint, model, self._path)
             headers = {"Content-Type": "application/json", **authorization(self.endpoint)}
-            self._addresses[model] = Address(url, headers, _proxy(url), self.endpoint.timeout_s)
-        return self._addresses[model]
-
-    def body(self, request: Request) -> bytes:
-        """Return the body of a request in the model's dialect."""
-        dialect = self.dialects.get(request.model)
-        return json.dumps(adapted(request.body, dialect), ensure_ascii=False).encode() if dialect else request.sent
+            self._targets[model] = Target(url, headers, _proxy(url), self.endpoint.timeout_s)
+        return self._targets[model]
 
     def failure(self, request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Exception:
         """Return what an HTTP error means: Unanswered (retry), RowFailure or RunFailure."""
@@ -151,11 +144,24 @@ class Route:
         return RowFailure(said)
 
 
+def retry_after_s(headers: Mapping[str, str]) -> float:
+    """Return the seconds that a refusal asks to wait (`retry-after-ms`; `Retry-After` in seconds or as a date); else 0."""
+    milliseconds, value = headers.get("retry-after-ms", ""), headers.get("Retry-After", "")
+    if _NUMBER.fullmatch(milliseconds):
+        return float(milliseconds) / 1000
+    if _NUMBER.fullmatch(value):
+        return float(value)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return 0.0
+
+
 def _url(endpoint: Endpoint, model: str, path: str) -> str:
     base = endpoint.base_url.rstrip("/")
     if endpoint.api_version is None:
         return f"{base}/{path}"
-    deployment = urllib.parse.quote(endpoint.deployments.get(model, model), safe="")
+    deployment = urllib.parse.quote(model, safe="")  # a deployment is named like its model
     version = urllib.parse.quote(endpoint.api_version, safe="")
     return f"{base}/openai/deployments/{deployment}/{path}?api-version={version}"
 

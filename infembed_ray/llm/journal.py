@@ -1,15 +1,7 @@
 """The response journal: a write-ahead log of completions, written before use and read before a request is sent.
 
-A journal is a directory of JSONL segments, one per writing process, so any number of processes may share it; or a single
-`.jsonl` file that is only read. A line is one completion with its checksum. Memory holds the place of each line.
-
-A line is written as soon as its completion arrives, and synced before the completion is used. Killing the process loses
-only answers that it had not read; losing the machine also loses those since the last sync (milliseconds), which nobody
-used. A line cut short by a crash is skipped with a warning.
-
-A process holds a lock (flock) on its segment while it lives. `journal_tools` so tells finished segments from those in use,
-and can merge finished ones while other processes read them. On a file system whose locks do not reach other nodes, merge
-only while no run is on; a process whose segment is removed nevertheless stops its run.
+A journal is a directory of JSONL segments, one per writing process, which holds a lock (flock) on it. A line is one
+completion with its checksum, synced before it is used; one cut short by a crash is skipped. Memory holds places only.
 """
 
 from __future__ import annotations
@@ -89,15 +81,10 @@ class Journal:
 
     def refresh(self) -> None:
         """Index what other processes have appended since the last call."""
-        while True:
-            try:
-                for path in segments(self._sources, self._partition):
-                    number = self._number(path)
-                    if number != self._segment_number:
-                        self._scan(number)
-                return
-            except FileNotFoundError:  # merged into another segment since it was listed
-                continue
+        for path in segments(self._sources, self._partition):
+            number = self._number(path)
+            if number != self._segment_number:
+                self._scan(number)
 
     def get(self, *keys: str) -> Completion | None:
         """Return the completion of the first of these keys that is in the journal, marked as replayed; None if none is.
@@ -108,22 +95,17 @@ class Journal:
         return next(filter(None, map(self._get, keys)), None)
 
     def _get(self, key: str) -> Completion | None:
+        place = self._index.find(key)
+        if place is None:
+            return None
+        number, offset = place
         try:
-            while (place := self._index.find(key)) is not None:
-                number, offset = place
-                try:
-                    with self._files[number].path.open("rb") as stream:
-                        stream.seek(offset)
-                        entry = decode(stream.readline())
-                except FileNotFoundError:
-                    if number == self._segment_number:  # it is never merged
-                        raise
-                    self._rebuild_index()
-                else:
-                    return entry[1] if entry and entry[0] == key else None
+            with self._files[number].path.open("rb") as stream:
+                stream.seek(offset)
+                entry = decode(stream.readline())
         except (OSError, RuntimeError) as error:
             raise self._failure("read", error) from error
-        return None
+        return entry[1] if entry and entry[0] == key else None
 
     async def append(self, request: Request, completion: Completion) -> None:
         """Write one completion; return when it is on disk. Concurrent appends share a sync.
@@ -164,13 +146,6 @@ class Journal:
 
     def _failure(self, use: str, error: OSError | RuntimeError) -> RunFailure:
         return RunFailure(f"journal={self._directory}: cannot be {use} ({getattr(error, 'strerror', None) or error})")
-
-    def _rebuild_index(self) -> None:
-        """Index all files again, because a segment was merged into another one."""
-        self._index.keep_only(self._segment_number)
-        for file in self._files:
-            file.indexed = 0
-        self.refresh()
 
     def _number(self, path: Path) -> int:
         if path not in self._numbers:
@@ -214,10 +189,10 @@ def replaying(journal: Journal) -> Complete:
     """Return a `Complete` that only reads the journal and raises Unjournaled for any other request."""
 
     async def complete(request: Request) -> Completion:
-        known = journal.get(*request.keys)
-        if known is None:
+        replayed = journal.get(*request.keys)
+        if replayed is None:
             raise Unjournaled(request)
-        return known
+        return replayed
 
     return complete
 

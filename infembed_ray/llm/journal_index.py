@@ -1,7 +1,6 @@
 """Index of a journal: the place of each completion at 16 bytes an entry, so that millions fit into every actor.
 
-Recent entries are in a dict. Every `RECENT` of them become a pair of sorted arrays, and arrays of similar size are merged,
-so there are few of them. The index knows the first 8 bytes of a key, so a reader must compare the whole key.
+Recent entries are in a dict, the others in a few sorted arrays. It knows 8 bytes of a key, so a reader compares the key.
 """
 
 from __future__ import annotations
@@ -46,13 +45,6 @@ class JournalIndex:
                 return _place(int(places[at]))
         place = self._recent.get(short)
         return None if place is None else _place(place)
-
-    def keep_only(self, file: int) -> None:
-        """Remove the entries of all other files. Of equal keys, another one may count afterwards."""
-        self._freeze()
-        self._runs = [
-            (keys[kept], places[kept]) for keys, places in self._runs for kept in [places >> _OFFSET_BITS == file]
-        ]
 
     def _freeze(self) -> None:
         if not self._recent:

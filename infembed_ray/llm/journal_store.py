@@ -1,11 +1,7 @@
 """Journals in object stores.
 
-A process appends to a segment in its node's scratch directory, synced like any other segment. A thread uploads what was
-appended as immutable objects `SEGMENT.OFFSET.jsonl`, every few seconds or megabytes. A killed process leaves its segment,
-and the next run uploads the rest of it (`upload_leftovers`). Only losing a node loses what its segments hold and the store
-does not.
-
-Readers copy the objects that they need to their node once, and index the copies.
+A process appends to a segment in its node's scratch directory; a thread uploads what was appended as immutable objects
+`SEGMENT.OFFSET.jsonl`. The next run uploads what a killed process left. Readers copy objects to their node and index them.
 """
 
 from __future__ import annotations
@@ -25,13 +21,10 @@ from typing import BinaryIO
 
 from pyarrow import ArrowException
 
-from infembed_ray.config.llm import JournalUpload
-from infembed_ray.errors import InputError
-from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.driver_watch import DRAIN_S
 from infembed_ray.llm.journal import Journal, has_writer, lock_ended, segments
+from infembed_ray.llm.ledger import LEASE_S
 from infembed_ray.llm.partitions import Partition
-from infembed_ray.llm.rate_limits import LEASE_S
 from infembed_ray.progress import say
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder, convert_errors, scratch
@@ -42,6 +35,8 @@ JournalPlace = Path | Folder
 COPIES = "objects"
 """Directory of copies of the journal's objects, beside the segments that this node's processes write."""
 
+UPLOAD_BYTES = 32 << 20
+"""Bytes of answers that are uploaded before their time."""
 _DOWNLOADS = 8
 _POLL_S = 0.2
 _LONGEST_PAUSE_S = 10.0
@@ -54,7 +49,7 @@ def open_journal(
     place: JournalPlace,
     replay: Sequence[str] = (),
     partition: Partition | None = None,
-    upload: JournalUpload | None = None,
+    upload_s: float = 60.0,
     warn: Callable[[str], object] = say,
 ) -> Journal:
     """Open a journal for a process.
@@ -62,7 +57,7 @@ def open_journal(
     Args:
         replay: paths or URIs of finished journals that are only read.
         partition: whose entries are read; None reads all.
-        upload: when answers are uploaded, if the journal is in an object store.
+        upload_s: seconds between two uploads, if the journal is in an object store.
         warn: called with a line if an upload fails.
 
     Raises:
@@ -71,7 +66,7 @@ def open_journal(
     finished = [resolve_input(each, "replay").absolute() for each in replay]
     if isinstance(place, Path):
         return Journal(place, finished, partition)
-    return StoredJournal(place, finished, partition, upload or JournalUpload(), warn)
+    return StoredJournal(place, finished, partition, upload_s, warn)
 
 
 class StoredJournal(Journal):
@@ -82,10 +77,10 @@ class StoredJournal(Journal):
         folder: Folder,
         replay: Sequence[Path],
         partition: Partition | None,
-        upload: JournalUpload,
+        upload_s: float,
         warn: Callable[[str], object],
     ) -> None:
-        self._folder, self._upload, self._warn = folder, upload, warn
+        self._folder, self._upload_s, self._warn = folder, upload_s, warn
         self._uploads: _Uploads | None = None
         directory = copy_objects(folder, partition)
         super().__init__(directory, [*replay, directory / COPIES], partition)
@@ -94,7 +89,7 @@ class StoredJournal(Journal):
         """See `Journal.open`; from then on, answers are uploaded."""
         segment = super().open()
         if self._uploads is None:
-            self._uploads = _Uploads(self._files[self._segment_number].path, self._folder, self._upload, self._warn)
+            self._uploads = _Uploads(self._files[self._segment_number].path, self._folder, self._upload_s, self._warn)
         return segment
 
     def flush(self) -> None:
@@ -114,14 +109,6 @@ class StoredJournal(Journal):
         super().close()
         if uploads is not None:
             upload_leftovers(self._folder)
-
-    def _rebuild_index(self) -> None:
-        """Copy the object into which a segment was merged, and index all files again."""
-        try:
-            copy_objects(self._folder, self._partition)
-        except InputError as error:
-            raise RunFailure(str(error)) from error
-        super()._rebuild_index()
 
 
 def directory_of(folder: Folder) -> Path:
@@ -195,11 +182,11 @@ def upload_leftovers(folder: Folder) -> None:
         # Listed only now, since a writer uploads until it ends.
         ends: dict[str, int] = {}
         for name, entry in folder.entries().items():
-            if found := _OBJECT.fullmatch(name):
-                ends[found["segment"]] = max(ends.get(found["segment"], 0), int(found["offset"]) + entry.size)
+            if uploaded := _OBJECT.fullmatch(name):
+                ends[uploaded["segment"]] = max(ends.get(uploaded["segment"], 0), int(uploaded["offset"]) + entry.size)
         for path, segment in left.items():
             end = ends.get(path.stem, 0)
-            while lines := _lines(segment, end, JournalUpload().every_mb):
+            while lines := _lines(segment, end):
                 end = _upload(lines, path, end, folder)
             path.unlink()
 
@@ -224,10 +211,10 @@ def settle(folder: Folder, partition: Partition | None = None) -> None:
     upload_leftovers(folder)
 
 
-def _lines(segment: BinaryIO, start: int, most_mb: int) -> bytes:
+def _lines(segment: BinaryIO, start: int) -> bytes:
     """Return a segment's complete lines from a position. The last one may be cut short by a crash, or being written."""
     segment.seek(start)
-    lines = segment.read(most_mb << 20) + segment.readline()
+    lines = segment.read(UPLOAD_BYTES) + segment.readline()
     return lines[: lines.rfind(b"\n") + 1]
 
 
@@ -241,8 +228,8 @@ def _upload(lines: bytes, segment: Path, start: int, folder: Folder) -> int:
 class _Uploads:
     """A thread that uploads what a process appends to its segment. A failed upload is repeated until it works."""
 
-    def __init__(self, path: Path, folder: Folder, settings: JournalUpload, warn: Callable[[str], object]) -> None:
-        self._path, self._folder, self._settings, self._warn = path, folder, settings, warn
+    def __init__(self, path: Path, folder: Folder, every_s: float, warn: Callable[[str], object]) -> None:
+        self._path, self._folder, self._every_s, self._warn = path, folder, every_s, warn
         self._end = self._flush_to = 0
         """Bytes of the segment that are uploaded; bytes that must be uploaded at once."""
         self._stopped = threading.Event()
@@ -262,13 +249,12 @@ class _Uploads:
             time.sleep(_POLL_S / 10)
 
     def _run(self) -> None:
-        every_s, every_mb = self._settings.every_s, self._settings.every_mb
         uploaded = time.monotonic()
         with self._path.open("rb") as segment:
             while not self._stopped.wait(_POLL_S):
-                due = self._end < self._flush_to or time.monotonic() - uploaded >= every_s
+                due = self._end < self._flush_to or time.monotonic() - uploaded >= self._every_s
                 waiting = os.fstat(segment.fileno()).st_size - self._end
-                if (due or waiting >= every_mb << 20) and (lines := _lines(segment, self._end, every_mb)):
+                if (due or waiting >= UPLOAD_BYTES) and (lines := _lines(segment, self._end)):
                     self._end = self._upload(lines, self._end)
                     uploaded = time.monotonic()
 
@@ -286,6 +272,6 @@ class _Uploads:
                     self._warn(
                         f"journal={self._folder}: uploads fail and are repeated, the node keeps the answers: {reason}"
                     )
-                if self._stopped.wait(min(self._settings.every_s, _LONGEST_PAUSE_S)):
+                if self._stopped.wait(min(self._every_s, _LONGEST_PAUSE_S)):
                     break
         return start

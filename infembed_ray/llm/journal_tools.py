@@ -1,30 +1,26 @@
-"""Maintenance of a journal (`infembed journal`): statistics, verification, compaction, export, import and its budget.
+"""Maintenance of a journal (`infembed journal`): statistics, verification, compaction and its budget.
 
-All tools read line by line and may run beside processes that append to the journal; memory holds the keys.
+All tools read line by line; memory holds the keys. Statistics may run beside processes that append to the journal.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from infembed_ray.errors import InputError
 from infembed_ray.llm import budget
 from infembed_ray.llm.chat import Completion
-from infembed_ray.llm.journal import decode, has_writer, lock_ended, new_segment, segments
+from infembed_ray.llm.journal import decode, has_writer, new_segment, segments
 from infembed_ray.llm.journal_store import COPIES, JournalPlace, copy_objects, directory_of, locked, upload_leftovers
 from infembed_ray.llm.partitions import Partition
 from infembed_ray.progress import counted, say
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder, convert_errors, is_uri
 from infembed_ray.storage.steps import local_path
-
-MERGED_AT_ONCE = 500
-"""Most segments that one compaction merges, since it keeps each open. The next compaction merges the rest."""
 
 SHOWN = 20
 """Most damaged lines that `infembed journal verify` names."""
@@ -85,17 +81,17 @@ class JournalStats:
 
 def scan(journal: Path) -> JournalStats:
     """Read all of a journal, a directory or a file."""
-    found = JournalStats()
-    for _ in found.lines(segments([journal])):
+    stats = JournalStats()
+    for _ in stats.lines(segments([journal])):
         pass
-    return found
+    return stats
 
 
 def compact(directory: Path, folder: Folder | None = None) -> JournalStats:
-    """Merge the segments of ended processes into one for each partition, without duplicates and damaged lines.
+    """Merge the segments of a journal into one for each partition, without duplicates and damaged lines.
 
     The new segment is complete and on disk before an old one is removed, so a crash at any moment leaves every entry in at
-    least one of them. Segments of living processes stay.
+    least one of them.
 
     Args:
         folder: in an object store, whose objects are copied to the directory; it is changed alike.
@@ -104,216 +100,142 @@ def compact(directory: Path, folder: Folder | None = None) -> JournalStats:
         What the merged segments held. A single segment without duplicates and damage stays as it is.
 
     Raises:
-        InputError: a file is no segment (then nothing changes), or the file system has no locks, which tell segments of
-            living processes from others.
+        InputError: a file is no segment, or a process writes to one; then nothing changes.
     """
-    for path in segments([directory]):
-        if not _is_segment(path):
-            raise InputError(
-                f"DIR={directory}: {path.name} holds nothing of a journal; give a journal's directory, or move it away"
-            )
-    groups: defaultdict[Partition | None, list[Path]] = defaultdict(list)
-    for path in segments([directory]):
-        groups[Partition.in_name(path.name)].append(path)
-    merged = (_merge(directory, folder, partition, paths) for partition, paths in groups.items())
+    busy = InputError(f"DIR={directory}: another compaction is at work; wait until it has ended")
+    with durable.exclusive_lock(directory / ".compaction.lock", busy=busy):
+        groups: defaultdict[Partition | None, list[Path]] = defaultdict(list)
+        for path in segments([directory]):
+            if not _is_segment(path):
+                raise InputError(
+                    f"DIR={directory}: {path.name} holds nothing of a journal; give a journal's directory, or move it away"
+                )
+            groups[Partition.in_name(path.name)].append(path)
+        _require_ended(directory)
+        merged = [_merge(directory, folder, partition, paths) for partition, paths in groups.items()]
     return sum(merged, JournalStats())
 
 
-def _merge(directory: Path, folder: Folder | None, partition: Partition | None, paths: Iterable[Path]) -> JournalStats:
-    found = JournalStats()
-    with contextlib.ExitStack() as locks:
-        unlocked = (path for path in paths if lock_ended(path, locks))
-        finished = list(itertools.islice(unlocked, MERGED_AT_ONCE))
-        merged, path = new_segment(directory, partition)
-        locks.callback(merged.close)
-        merged.writelines(line for _, line in found.lines(finished))
-        wasteful = found.duplicates or found.torn or found.damaged
-        if found.entries and (wasteful or len(finished) > 1):
-            durable.sync(merged)
-            durable.sync_directory(directory)
-            if folder is not None:
-                folder.upload(path, path.name)
-        else:
-            path.unlink()
-            finished = [] if found.entries else finished
-        for old in finished:
-            old.unlink()
-            if folder is not None:
-                with contextlib.suppress(FileNotFoundError):  # another node has merged it, too
-                    folder.delete(old.name)
-        durable.sync_directory(directory)
-    return found
+def _require_ended(directory: Path) -> None:
+    if any(map(has_writer, segments([directory]))):
+        raise InputError(f"DIR={directory}: a run writes to it; wait until it has ended")
 
 
-def export(journal: Path, file: Path) -> JournalStats:
-    """Write a journal's entries to a file, for `replay` and `import_entries`."""
-    found = JournalStats()
-    with durable.replacing(file) as stream:
-        stream.writelines(line for _, line in found.lines(segments([journal])))
-    return found
+def _merge(directory: Path, folder: Folder | None, partition: Partition | None, paths: list[Path]) -> JournalStats:
+    stats = JournalStats()
+    segment, merged = new_segment(directory, partition)
+    with segment:
+        segment.writelines(line for _, line in stats.lines(paths))
+        if stats.entries and len(paths) == 1 and not (stats.duplicates or stats.torn or stats.damaged):
+            merged.unlink()
+            return stats
+        durable.sync(segment)
+    durable.sync_directory(directory)
+    if folder is not None:
+        folder.upload(merged, merged.name)
+    for old in paths if stats.entries else [*paths, merged]:
+        old.unlink()
+        if folder is not None:
+            with contextlib.suppress(FileNotFoundError):
+                folder.delete(old.name)
+    durable.sync_directory(directory)
+    return stats
 
 
 def compact_objects(folder: Folder) -> JournalStats:
-    """Merge the objects of a journal in an object store as `compact` merges segments, also while runs use the journal.
+    """Merge the objects of a journal in an object store as `compact` merges segments.
 
     The lock keeps `copy_objects` of other processes of this node from removing the merged file before it is uploaded.
 
     Raises:
-        InputError: the object store failed. Every entry is still in at least one object.
+        InputError: a process of this node writes to the journal, or the object store failed. Every entry is still in at least
+            one object.
     """
+    _require_ended(directory_of(folder))
     copies = copy_objects(folder) / COPIES
     with convert_errors(str(folder), "DIR"), locked(copies):
         return compact(copies, folder)
 
 
-def import_entries(directory: Path, exported: Path, others: Sequence[Path] = ()) -> tuple[JournalStats, int]:
-    """Append the entries of an exported file, or of another journal, that a journal lacks.
-
-    Args:
-        others: further directories with segments of the journal.
-
-    Returns:
-        What the other journal held; how many entries were appended.
-    """
-    known = {key for key, _ in JournalStats().lines(segments([directory, *others]))}
-    found = JournalStats()
-    new = 0
-    segment, path = new_segment(directory)
-    with segment:
-        for key, line in found.lines(segments([exported])):
-            if key not in known:
-                segment.write(line)
-                new += 1
-        durable.sync(segment)
-    if not new:
-        path.unlink()
-    return found, new
-
-
 def _is_segment(path: Path) -> bool:
     """Return whether a file is empty, begins like an entry, or holds one."""
-    try:
-        with path.open("rb") as stream:
-            if _BEGINNING.startswith(stream.read(len(_BEGINNING))):
-                return True
-            stream.seek(0)
-            return any(decode(line) for line in stream)
-    except FileNotFoundError:  # just merged by another compaction
-        return True
+    with path.open("rb") as stream:
+        if _BEGINNING.startswith(stream.read(len(_BEGINNING))):
+            return True
+        stream.seek(0)
+        return any(decode(line) for line in stream)
 
 
 # ----------------------------------------------------------------------------------------------- `infembed journal`
 
 
-def _verify(journal: JournalPlace) -> int:
-    found = scan(_readable(journal))
-    _print(found)
-    for place in found.damaged[:SHOWN]:
-        say(f"{place}: damaged; its request would be sent again")
-    if len(found.damaged) > SHOWN:
-        say(f"and {len(found.damaged) - SHOWN} more")
-    return 1 if found.damaged or found.torn else 0
-
-
-def _print(found: JournalStats) -> int:
-    say(f"{counted(found.entries, 'entry', 'entries')}, {found.size} bytes in {counted(found.segments, 'segment')}")
-    for model, calls in found.calls.most_common():
-        tokens = f"{found.prompt_tokens[model]} prompt + {found.completion_tokens[model]} completion tokens"
-        say(f"  {model}: {counted(calls, 'completion')}, {tokens}")
-    say(_faults(found))
-    return 0
-
-
-def _faults(found: JournalStats) -> str:
-    damaged = counted(len(found.damaged), "damaged line")
-    return f"{counted(found.duplicates, 'duplicate')}, {counted(found.torn, 'torn tail')}, {damaged}"
-
-
-def _compact(journal: JournalPlace) -> int:
-    found = compact(journal) if isinstance(journal, Path) else compact_objects(journal)
-    left = counted(found.entries, "entry", "entries")
-    say(f"merged {counted(found.segments, 'segment')}: {left} left, {found.size} bytes before")
-    say(f"left out {_faults(found)}")
-    return 0
-
-
-def _export(journal: JournalPlace, file: Path) -> int:
-    if file.exists():
-        raise InputError(f"FILE={file}: exists; name a new one, or remove it first")
-    if file.suffix != ".jsonl":
-        raise InputError(f"FILE={file}: replay takes .jsonl files; name it {file.with_suffix('.jsonl').name}")
-    found = export(_readable(journal), file)
-    say(f"{file}: {counted(found.entries, 'entry', 'entries')}; use it as replay=[{file}]")
-    return 0
-
-
-def _import(journal: JournalPlace, file: Path) -> int:
-    found, new = import_entries(_written(journal), file, others=[_readable(journal)])
-    if isinstance(journal, Folder):
-        upload_leftovers(journal)
-    entries, damaged = counted(found.entries, "entry", "entries"), len(found.damaged) + found.torn
-    say(f"{_written(journal)}: {new} new of {entries}; {counted(damaged, 'damaged line')} left out")
-    return 0
-
-
-def _reconcile(journal: JournalPlace) -> int:
-    if any(map(has_writer, segments([_written(journal)]))):
-        raise InputError(f"DIR={journal}: a run writes to it; wait until it has ended")
-    say(f"{journal}: counted as spent until now: {budget.reconcile(journal)}; from now on only its answers")
-    return 0
-
-
-def _readable(journal: JournalPlace) -> Path:
-    """Return the directory of this node with all segments, but those being written to a journal in an object store."""
-    return journal if isinstance(journal, Path) else copy_objects(journal) / COPIES
-
-
-def _written(journal: JournalPlace) -> Path:
-    """Return the directory to which this node's processes write."""
-    return journal if isinstance(journal, Path) else directory_of(journal)
-
-
-_ACTIONS: dict[str, Callable[..., int]] = {
-    "stats": lambda journal: _print(scan(_readable(journal))),
-    "verify": _verify,
-    "compact": _compact,
-    "export": _export,
-    "import": _import,
-    "reconcile": _reconcile,
-}
-
-
-def run(action: str, journal: str, file: str | None) -> int:
-    """Run `infembed journal ACTION DIR [FILE]`; return the exit status.
+def run(action: str, journal: str) -> int:
+    """Run `infembed journal ACTION DIR`; return the exit status.
 
     Raises:
-        InputError: there is no such journal, or a FILE is missing or superfluous.
+        InputError: there is no such journal, or it cannot be read or written.
     """
     try:
         place: JournalPlace = Folder.open(journal, "DIR") if is_uri(journal) else local_path(journal, "DIR")
-        if isinstance(place, Path) and not place.is_dir() and (action != "import" or place.exists()):
+        if isinstance(place, Path) and not place.is_dir():
             raise InputError(f"DIR={journal}: no such directory; give a journal's")
-        files = _files(action, file)
         if isinstance(place, Folder):
             upload_leftovers(place)
-        return _ACTIONS[action](place, *files)
-    except FileNotFoundError as error:
-        raise InputError(
-            f"DIR={journal}: {error.filename} was merged into another segment meanwhile; run it again"
-        ) from error
+        return _ACTIONS[action](place)
     except OSError as error:
         raise InputError(f"{error.filename or journal}: {error.strerror}; correct that and run it again") from error
 
 
-def _files(action: str, file: str | None) -> list[Path]:
-    """Return the files that an action takes besides the journal."""
-    if action not in ("export", "import"):
-        if file is not None:
-            raise InputError(f"FILE={file}: `infembed journal {action}` takes none; leave it out")
-        return []
-    if file is None:
-        raise InputError(f"FILE is missing: write it as `infembed journal {action} DIR FILE`")
-    path = local_path(file, "FILE")
-    if action == "import" and not path.exists():
-        raise InputError(f"FILE={file}: no such file; give what `infembed journal export` wrote")
-    return [path]
+def _stats(journal: JournalPlace) -> int:
+    _print(_scan(journal))
+    return 0
+
+
+def _verify(journal: JournalPlace) -> int:
+    stats = _scan(journal)
+    _print(stats)
+    for place in stats.damaged[:SHOWN]:
+        say(f"{place}: damaged; its request would be sent again")
+    if len(stats.damaged) > SHOWN:
+        say(f"and {len(stats.damaged) - SHOWN} more")
+    return 1 if stats.damaged or stats.torn else 0
+
+
+def _compact(journal: JournalPlace) -> int:
+    merged = compact(journal) if isinstance(journal, Path) else compact_objects(journal)
+    left = counted(merged.entries, "entry", "entries")
+    say(f"merged {counted(merged.segments, 'segment')}: {left} left, {merged.size} bytes before")
+    say(f"left out {_faults(merged)}")
+    return 0
+
+
+def _reconcile(journal: JournalPlace) -> int:
+    _require_ended(journal if isinstance(journal, Path) else directory_of(journal))
+    say(f"{journal}: counted as spent until now: {budget.reconcile(journal)}; from now on only its answers")
+    return 0
+
+
+_ACTIONS: dict[str, Callable[[JournalPlace], int]] = {
+    "stats": _stats,
+    "verify": _verify,
+    "compact": _compact,
+    "reconcile": _reconcile,
+}
+
+
+def _scan(journal: JournalPlace) -> JournalStats:
+    """Read all of a journal, except what is being written to one in an object store."""
+    return scan(journal if isinstance(journal, Path) else copy_objects(journal) / COPIES)
+
+
+def _print(stats: JournalStats) -> None:
+    say(f"{counted(stats.entries, 'entry', 'entries')}, {stats.size} bytes in {counted(stats.segments, 'segment')}")
+    for model, calls in stats.calls.most_common():
+        tokens = f"{stats.prompt_tokens[model]} prompt + {stats.completion_tokens[model]} completion tokens"
+        say(f"  {model}: {counted(calls, 'completion')}, {tokens}")
+    say(_faults(stats))
+
+
+def _faults(stats: JournalStats) -> str:
+    damaged = counted(len(stats.damaged), "damaged line")
+    return f"{counted(stats.duplicates, 'duplicate')}, {counted(stats.torn, 'torn tail')}, {damaged}"

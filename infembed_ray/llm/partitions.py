@@ -1,7 +1,6 @@
 """Partitions of a run's rows: one actor processes the rows of a partition and reads only their answers in the journal.
 
-A row is routed by a hash of its seed's texts, because they decide its requests: seeds with equal texts share their answers,
-and a seed keeps its answers under another id.
+A hash of a seed's texts routes a row, because they decide its requests: equal texts share answers, under any id.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class Partition:
     @classmethod
     def in_name(cls, name: str) -> Partition | None:
         """Return the partition in the name of a segment or an object; None if rows of any partition may be in the file."""
-        found = _IN_NAME.search(name)
-        return None if found is None else cls(int(found[1]), int(found[2]))
+        numbers = _IN_NAME.search(name)
+        return None if numbers is None else cls(int(numbers[1]), int(numbers[2]))
 
     def owns(self, route: str) -> bool:
         """Return whether the rows of a route are in this partition. Entries without a route belong to every partition."""

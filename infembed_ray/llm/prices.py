@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import date
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +16,6 @@ from infembed_ray.storage.steps import resolve_input
 FILE = Path(__file__).with_name("prices.yaml")
 BATCH_PRICE = 0.5
 """Price of the Batch API as a share of the list price; it has no further discount for cached tokens."""
-OLD_DAYS = 90
-"""Age of a price table above which a run warns."""
 _SNAPSHOT_DATE = re.compile(r"-\d{4}-\d{2}-\d{2}$")
 
 
@@ -47,23 +43,6 @@ class PriceTable:
         if completion.batched:
             return BATCH_PRICE * usd
         return usd - (price[0] - price[2]) * completion.cached_tokens / 1e6 if len(price) > 2 else usd
-
-    def warning(self, models: Iterable[str], file: str | None, today: date) -> str | None:
-        """Return a warning if the prices of these models are older than OLD_DAYS.
-
-        Args:
-            models: of a run; without a priced one there is no warning.
-        """
-        try:
-            days = (today - date.fromisoformat(self.as_of)).days
-        except ValueError:  # a free text
-            return None
-        if days <= OLD_DAYS or not any(map(self.price, models)):
-            return None
-        return (
-            f"prices={file or 'null'}: the prices of {file or FILE} are of {self.as_of}, {days} days old; compare them "
-            "with your provider's and set prices=FILE"
-        )
 
 
 @cache

@@ -65,9 +65,9 @@ class AnswerFormat:
             while begin := _OBJECT.search(answer, at):
                 at = begin.end()
                 with contextlib.suppress(json.JSONDecodeError):
-                    found, end = _JSON.raw_decode(answer, begin.start())
-                    if isinstance(found.get(self.name), str):
-                        value, at = found[self.name], end
+                    answered, end = _JSON.raw_decode(answer, begin.start())
+                    if isinstance(answered.get(self.name), str):
+                        value, at = answered[self.name], end
         if value is None:
             raise Malformed(f'{{"{self.name}": "..."}}', answer)
         return f"{self.label}: {replace_surrogates(value.strip())}"
@@ -81,11 +81,11 @@ def labelled(label: str, text: str) -> str:
     Raises:
         Malformed: no line begins with the label.
     """
-    found = _labelled(label).search(text)
-    if found is None:
+    labelled_text = _labelled(label).search(text)
+    if labelled_text is None:
         raise Malformed(f"{label}:", text)
-    fenced = text.count("```", 0, found.start()) % 2 == 1
-    return (found[1].rpartition("```")[0] or found[1] if fenced else found[1]).rstrip()
+    fenced = text.count("```", 0, labelled_text.start()) % 2 == 1
+    return (labelled_text[1].rpartition("```")[0] or labelled_text[1] if fenced else labelled_text[1]).rstrip()
 
 
 @cache

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from statistics import NormalDist
 from typing import Any
 
-from infembed_ray.synthesis.forecast import wilson
 from infembed_ray.synthesis.outcome import Kind, Outcome
 
 
@@ -66,3 +66,12 @@ def described(facts: dict[str, Any]) -> str:
         return line
     share, low, high = facts["agreement"]
     return f"{line} and agrees with the judge on {share:.0%} ({low:.0%} to {high:.0%}) of {facts['audited']:,} audited ones"
+
+
+def wilson(successes: int, trials: int) -> tuple[float, float, float]:
+    """Return a share and the ends of its 95 % Wilson score interval (Wilson, 1927)."""
+    z2 = NormalDist().inv_cdf(0.975) ** 2
+    share = successes / trials
+    middle = (share + z2 / (2 * trials)) / (1 + z2 / trials)
+    half = (z2 * share * (1 - share) / trials + (z2 / (2 * trials)) ** 2) ** 0.5 / (1 + z2 / trials)
+    return share, max(0.0, middle - half), min(1.0, middle + half)

@@ -1,14 +1,7 @@
 """Answers at half the price from the Batch API, which processes files of requests within a day.
 
-The steps of a row depend on one another, so batches go in waves: a wave asks the next request of every row, and its answers
-in the journal decide the next wave. The batches of a wave are submitted as the endpoint's quota of enqueued tokens and the
-budget admit them. A request that a batch leaves unanswered (expired, cancelled, faulty) goes out again with the next wave,
-at most `batches.attempts` times; `batches.rest` then decides. The online run that follows replays the journal.
-
-A batch is not submitted twice. Its requests are on disk before the upload, the intention to submit before
-the submission, and the batch's id before the wait. A run that finds an intention without an id searches the endpoint for
-the batch's tag; a run that finds an id waits for that batch and collects it. A batch that the endpoint refuses because of
-its quota costs nothing; its requests go out in new batches.
+A wave of batches asks the next request of every row, as far as the budget covers it. Requests, the intention to submit and
+the batch's id are on disk before each next step, so no batch is submitted twice. The online run then replays the journal.
 """
 
 from __future__ import annotations
@@ -16,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import re
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,28 +22,31 @@ from openai.types import BatchError
 
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm import prices
-from infembed_ray.llm.batch_client import BatchClient
-from infembed_ray.llm.batch_quota import EXCEEDED, EnqueuedTokens, QuotaExceeded, prompt_tokens
-from infembed_ray.llm.chat import IGNORED, UNCAPPED, Completion, Request, RunFailure
-from infembed_ray.llm.dialects import Dialects, learn
+from infembed_ray.llm.batch_client import EXCEEDED, BatchClient, QuotaExceeded
+from infembed_ray.llm.chat import Completion, Request, RunFailure
 from infembed_ray.llm.endpoint import one_line
 from infembed_ray.llm.journal import Journal
+from infembed_ray.llm.lanes import Dialect
+from infembed_ray.llm.ledger import USD, worst_case
 from infembed_ray.llm.prices import BATCH_PRICE
-from infembed_ray.llm.rate_limits import USD, worst_case
 from infembed_ray.progress import counted, say
 from infembed_ray.records.tables import Seed
 from infembed_ray.storage import durable
-from infembed_ray.synthesis.batch_files import Batch, Fault, read_answers, upload_line
-from infembed_ray.synthesis.batch_rest import Rest
-from infembed_ray.synthesis.pipeline import next_request
-from infembed_ray.synthesis.preflight import endpoints, probes
+from infembed_ray.synthesis.batch_files import NoAnswer, RequestBatch, prompt_tokens, read_answers, upload_line
+from infembed_ray.synthesis.pipeline import next_request, steps_of
 
 MOST_BYTES = 200 * 10**6
-"""OpenAI's limit of one input file. The limit of its requests is the setting's default."""
+"""OpenAI's limit of one input file."""
+MOST_REQUESTS = 50_000
+"""OpenAI's limit of one batch."""
+ATTEMPTS = 3
+"""Batches of a run that a request is put into until one answers it."""
+ADMISSION_S = 24 * 3600.0
+"""Time for which other jobs may hold all of a quota."""
 
 _ENDED = {"completed", "failed", "expired", "cancelled"}
-_CANCELLABLE = {"validating", "in_progress"}
 _APPENDED_TOGETHER = 500  # answers that share a sync of the journal
+_STATED = re.compile(r"limit:?\s+(?:of\s+)?(\d[\d,]*)", re.IGNORECASE)
 
 
 @dataclass
@@ -67,16 +64,12 @@ class BatchReport:
     completion_tokens: int = 0
     usd: float | None = 0.0
     """Price of the answers; None if the price table lacks a model."""
-    probe_usd: float = 0.0
-    """Price of the short requests that found out the models' parameters."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Key -> why the request is unanswered; it must not be asked online."""
-    dialects: Dialects | None = None
-    """Of the models, if they had to be asked."""
 
     def figures(self) -> dict[str, Any]:
         """Return the manifest's figures."""
-        return {name: value for name, value in vars(self).items() if name not in ("left_out", "dialects")}
+        return {name: value for name, value in vars(self).items() if name != "left_out"}
 
 
 async def answer_in_batches(
@@ -86,14 +79,12 @@ async def answer_in_batches(
     journal: Journal,
     directory: Path,
     spent_usd: float = 0.0,
-    learned: Dialects | None = None,
 ) -> BatchReport:
     """Fill the journal with the answers that the seeds need, as far as batches provide them.
 
     Args:
         seeds: of the run; read once per wave.
         directory: of the batches' files, the same in every run on this journal.
-        learned: the dialects, if this run has asked the models before.
 
     Raises:
         RunFailure: the endpoint refuses the key or has no Batch API, another run uses the directory, the budget is used up,
@@ -104,11 +95,10 @@ async def answer_in_batches(
         busy = RunFailure(f"journal={directory.parent}: another run has batches there; wait for it")
         with durable.exclusive_lock(directory / ".lock", busy=busy):
             async with contextlib.aclosing(BatchClient(settings.endpoint)) as client:
-                runner = _BatchRunner(client, settings, journal, directory, spent_usd, learned)
+                runner = _BatchRunner(client, settings, journal, directory, spent_usd)
                 await runner.complete(runner.unfinished())
                 finished: set[int] = set()
                 while wave := await runner.next_wave(seeds, pool, finished):
-                    await runner.learn()
                     await runner.complete(wave)
                 runner.settle_rest()
     except OSError as error:
@@ -132,106 +122,106 @@ class _BatchRunner:
     """Drafts, submits, awaits and collects all batches of a run."""
 
     def __init__(
-        self,
-        client: BatchClient,
-        settings: SynthesizeSettings,
-        journal: Journal,
-        directory: Path,
-        spent_usd: float,
-        learned: Dialects | None,
+        self, client: BatchClient, settings: SynthesizeSettings, journal: Journal, directory: Path, spent_usd: float
     ) -> None:
         assert settings.batches is not None
         self._client = client
-        self._settings, self._batches = settings, settings.batches
-        self._journal = journal
-        self._directory = directory
+        self._settings, self._batches, self._base_url = settings, settings.batches, settings.endpoint.base_url
+        self._journal, self._directory = journal, directory
         self._prices = prices.load(settings.prices)
+        self._steps = steps_of(settings)
         self._committed_usd = spent_usd
-        """Spent, and the worst case of what is submitted."""
-        self._quotas: defaultdict[str, EnqueuedTokens] = defaultdict(
-            lambda: EnqueuedTokens(self._batches.enqueued_tokens)
-        )
-        """Model -> its quota of enqueued tokens."""
-        self._running: dict[asyncio.Task[list[Batch]], Batch] = {}
+        """Spent, and the worst case of what is drafted or submitted."""
+        self._dialects: defaultdict[str, Dialect] = defaultdict(lambda: Dialect(settings.endpoint))
+        self._quotas: defaultdict[str, float] = defaultdict(lambda: math.inf)
+        """Model -> most prompt tokens in batches that have not ended, as far as refusals have taught it."""
+        self._floors: dict[str, float] = {}
+        """Model -> least quota that refusals without a number teach."""
+        self._running: dict[asyncio.Task[None], RequestBatch] = {}
         self._admitted = time.time()
         """When the endpoint last accepted a batch."""
-        self._rest = Rest(settings)
         self._collecting = asyncio.Lock()
-        self.report = BatchReport(dialects=learned)
+        self._attempts: Counter[str] = Counter()
+        """Key -> batches that left the request unanswered."""
+        self._faults: dict[str, NoAnswer] = {}
+        """Key -> why the last batch left it unanswered."""
+        self._left: dict[str, float] = {}
+        """Key of a request that no batch answers -> estimated price, online, of it and the later ones of its row."""
+        self.report = BatchReport()
 
-    async def learn(self) -> None:
-        """Find out the parameters of the models, once a run."""
-        if self.report.dialects is None:
-            learned = await learn(endpoints(self._settings), probes(self._settings), self._prices)
-            self.report.dialects = learned.dialects
-            for line in learned.report:
-                say(f"synthesize: {line}")
-            self._committed_usd += learned.used[USD]
-            self.report.probe_usd = learned.used[USD]
-        budget = self._settings.limits.budget_usd
-        for model, dialect in (self.report.dialects or [{}])[0].items():
-            if budget is not None and dialect.get(UNCAPPED) == IGNORED:
-                raise RunFailure(
-                    f"limits.budget_usd={budget:g}: {model} at {self._settings.endpoint.base_url} ignores max_tokens, so the cost of "
-                    "a batch has no bound; set batches=null or limits.budget_usd=null"
-                )
-
-    def unfinished(self) -> list[Batch]:
-        """Return the batches that an earlier run submitted and did not collect; note what others left unanswered."""
+    def unfinished(self) -> list[RequestBatch]:
+        """Return the batches that an earlier run submitted and did not collect."""
         for leftover in self._directory.glob("*.partial"):  # of a killed run; the lock admits one run at a time
             leftover.unlink()
-        found = []
-        for batch in map(Batch.load, sorted(self._directory.glob("*.json"))):
-            here = batch.base_url == self._settings.endpoint.base_url
-            if batch.stage == "collected":
-                if here:  # what another endpoint refused or left unanswered says nothing about this one
-                    self._rest.note(batch)
-            elif batch.stage == "prepared":
+        submitted = []
+        for batch in map(RequestBatch.load, sorted(self._directory.glob("*.json"))):
+            if batch.stage == "prepared":
                 batch.discard()  # drafted again if it is still needed
-            elif not here:
+            elif batch.base_url != self._base_url:
                 raise RunFailure(
-                    f"endpoint.base_url={self._settings.endpoint.base_url}: a batch waits at {batch.base_url}; "
-                    f"set that, or remove {batch.path('json')} to forget it"
+                    f"endpoint.base_url={self._base_url}: a batch waits at {batch.base_url}; set that, or remove "
+                    f"{batch.path('json')} to forget it"
                 )
             else:
                 self._committed_usd += batch.worst_usd
-                found.append(batch)
-        return found
+                submitted.append(batch)
+        return submitted
 
     # ------------------------------------------------------------------------------------------------- drafting
 
-    async def next_wave(self, seeds: Iterable[Seed], pool: Sequence[str], finished: set[int]) -> list[Batch]:
-        """Prepare batches of every row's next request; add rows that need no further batch to `finished`."""
-        wave: list[Batch] = []
-        drafts: dict[str, _Draft] = {}  # by model
+    async def next_wave(self, seeds: Iterable[Seed], pool: Sequence[str], finished: set[int]) -> list[RequestBatch]:
+        """Prepare batches of every row's next request, as far as the budget covers them.
+
+        Rows that need no further batch are added to `finished`.
+
+        Raises:
+            RunFailure: the budget covers none of the requests.
+        """
+        wave: list[RequestBatch] = []
+        drafts: defaultdict[str, _Draft] = defaultdict(_Draft)  # by model
         drafted: set[str] = set()
+        over_budget = 0
         for index, seed in enumerate(seeds):
             if index in finished:
                 continue
             request = await next_request(seed, pool, self._settings, self._journal)
-            if request is None or self._rest.gives_up(request, self._online_usd(request)):
+            if request is None or self._gives_up(request):
                 finished.add(index)
-            elif request.key not in drafted:
+            elif request.key in drafted:
+                continue
+            elif self._worst_usd(request) > self._left_usd:
+                over_budget += 1
+            else:
                 drafted.add(request.key)
                 wave += self._add(drafts, request)
-        return wave + [self._prepare(draft) for draft in drafts.values()]
+        wave += [self._prepare(draft) for draft in drafts.values()]
+        if over_budget and not wave:
+            raise RunFailure(
+                f"limits.budget_usd={self._settings.limits.budget_usd}: the budget is used up; {counted(over_budget, 'request')} "
+                "are left; raise it, the same command resumes"
+            )
+        return wave
 
-    def _add(self, drafts: dict[str, _Draft], request: Request) -> list[Batch]:
+    def _add(self, drafts: defaultdict[str, _Draft], request: Request) -> list[RequestBatch]:
         """Add a request to its model's draft; prepare and return the draft's batch first if it has no room."""
         model, full = request.model, []
-        size, tokens, usd = len(upload_line(request)), prompt_tokens(request), self._worst_usd(request)
-        draft = drafts.setdefault(model, _Draft())
+        size, tokens = len(upload_line(request, request.body)), prompt_tokens(request)
+        draft = drafts[model]
         if draft.requests and (
-            len(draft.requests) == self._batches.max_requests
+            len(draft.requests) == MOST_REQUESTS
             or draft.size + size > MOST_BYTES
-            or draft.tokens + tokens > self._quotas[model].limit
-            or usd <= self._left_usd < draft.usd + usd
+            or draft.tokens + tokens > self._quotas[model]
         ):
-            full = [self._prepare(draft)]
-            draft = drafts[model] = _Draft()
+            full = [self._prepare(drafts.pop(model))]
+            draft = drafts[model]
+        usd = self._worst_usd(request)
         draft.requests.append(request)
         draft.size, draft.tokens, draft.usd = draft.size + size, draft.tokens + tokens, draft.usd + usd
+        self._committed_usd += usd
         return full
+
+    def _prepare(self, draft: _Draft) -> RequestBatch:
+        return RequestBatch.prepare(self._directory, self._base_url, draft.requests, draft.usd)
 
     def _worst_usd(self, request: Request) -> float:
         usd = BATCH_PRICE * worst_case(request, self._prices)[USD]
@@ -243,75 +233,40 @@ class _BatchRunner:
         budget = self._settings.limits.budget_usd
         return math.inf if budget is None else budget - self._committed_usd
 
-    def _prepare(self, draft: _Draft) -> Batch:
-        return Batch.prepare(self._directory, self._settings.endpoint.base_url, draft.requests, draft.usd)
-
-    def _prepare_all(self, requests: Iterable[Request]) -> list[Batch]:
-        drafts: dict[str, _Draft] = {}
-        full = [batch for request in requests for batch in self._add(drafts, request)]
-        return full + [self._prepare(draft) for draft in drafts.values()]
-
-    def _online_usd(self, request: Request) -> float:
-        """Estimate the list price of a request by the mean of the answers so far."""
-        usd, answered = self.report.usd, self.report.answered
-        return usd / BATCH_PRICE / answered if usd and answered else worst_case(request, self._prices)[USD]
-
     # ----------------------------------------------------------------------------------------------- scheduling
 
-    async def complete(self, batches: Sequence[Batch]) -> None:
-        """Submit what is not submitted yet, as quota and budget admit it, wait for all batches, and collect them."""
-        waiting = deque(batches)
+    async def complete(self, batches: Sequence[RequestBatch]) -> None:
+        """Submit what is not submitted yet, as the quota admits it, wait for all batches, and collect them."""
+        waiting = list(batches)
         try:
             while waiting or self._running:
-                for batch in list(waiting):
+                for batch in waiting[:]:
                     if batch.stage != "prepared" or self._fits(batch):
                         waiting.remove(batch)
-                        self._start(batch)
-                if not self._running:  # it does not even fit alone
-                    waiting.extend(self._divide(waiting.popleft()))
-                    continue
+                        self._running[asyncio.create_task(self._complete(batch))] = batch
                 ended, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
                 for task in ended:
                     del self._running[task]
-                    waiting.extend(task.result())
+                    task.result()
         finally:
             for task in self._running:  # after one failure; the next run resumes the others
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
 
-    def _fits(self, batch: Batch) -> bool:
+    def _fits(self, batch: RequestBatch) -> bool:
         others = self._enqueued(batch.model)
-        smallest = batch.requests == 1 and not others  # is sent, because the limit may be a wrong guess
-        fits = smallest or others + batch.tokens <= self._quotas[batch.model].limit
-        return fits and batch.worst_usd <= self._left_usd
+        return not others or others + batch.tokens <= self._quotas[batch.model]
 
     def _enqueued(self, model: str) -> int:
         """Return the tokens of our batches of a model that have not ended."""
         return sum(batch.tokens for batch in self._running.values() if batch.model == model)
 
-    def _start(self, batch: Batch) -> None:
-        if batch.stage == "prepared":
-            self._committed_usd += batch.worst_usd
-        self._running[asyncio.create_task(self._complete(batch))] = batch
-
-    def _divide(self, batch: Batch) -> list[Batch]:
-        """Replace a batch by smaller ones that fit; leave out each request that the budget does not cover."""
-        requests = list(batch.read())
-        batch.discard()
-        fitting: list[Request] = []
-        for request in requests:
-            if self._worst_usd(request) <= self._left_usd:
-                fitting.append(request)
-            else:
-                self._rest.note_over_budget(request)
-        return self._prepare_all(fitting)
-
-    async def _complete(self, batch: Batch) -> list[Batch]:
-        """Take a batch from its stage to the last; return the batches that replace it if the quota refused it."""
+    async def _complete(self, batch: RequestBatch) -> None:
+        """Take a batch from its stage to the last, or forget it if the quota refuses it."""
         try:
             if batch.stage == "prepared":
                 batch.save(file_id=await self._upload(batch))
-                batch.save(stage="submitting", submitted=time.time())
+                batch.save(stage="submitting")
                 await self._submit(batch, doubtful=False)
                 say(f"synthesize: batch {batch.batch_id}: {counted(batch.requests, 'request')} submitted")
             elif batch.stage == "submitting":
@@ -320,62 +275,54 @@ class _BatchRunner:
             if refusal := _quota_refusal(remote):
                 raise QuotaExceeded(refusal)
         except QuotaExceeded as refusal:
-            return await self._requeue(batch, str(refusal))
+            await self._forget(batch, str(refusal))
+            return
         self._admitted = time.time()
         await self._collect(batch, remote)
-        return []
 
-    async def _requeue(self, batch: Batch, refusal: str) -> list[Batch]:
-        """Forget a batch that the endpoint refused because of its quota; return new ones of its requests."""
+    async def _forget(self, batch: RequestBatch, refusal: str) -> None:
+        """Discard a batch that the endpoint refused because of its quota, and lower the quota."""
         others = self._enqueued(batch.model) - batch.tokens
-        patience_h = self._batches.patience_h or 24.0
-        if not others and time.time() - self._admitted > 3600 * patience_h:
+        if not others and time.time() - self._admitted > ADMISSION_S:
             raise RunFailure(
-                f"endpoint.base_url={batch.base_url}: other jobs have used the quota of {batch.model} for {patience_h:g} hours "
-                f"({refusal}); the same command resumes"
+                f"endpoint.base_url={batch.base_url}: other jobs have used the quota of {batch.model} for "
+                f"{ADMISSION_S / 3600:g} hours ({refusal}); the same command resumes"
             )
         if not self.report.refused_for_quota:
             say(f"synthesize: the endpoint's quota holds fewer batches ({refusal}); the others follow as those end")
         self.report.refused_for_quota += 1
-        self._quotas[batch.model].learn(batch.tokens, others, refusal)
-        requests = list(batch.read())
+        stated = _STATED.search(refusal)
+        quota = int(stated[1].replace(",", "")) if stated else math.inf
+        lowest, floor = self._quotas[batch.model], self._floors.setdefault(batch.model, batch.tokens / 8)
+        # What the endpoint has taken, if it does not say; other jobs may have the quota for a while.
+        self._quotas[batch.model] = quota if quota < lowest else min(lowest, max(others, batch.tokens / 2, floor))
         batch.discard()
         self._committed_usd -= batch.worst_usd
         if not others:
             await asyncio.sleep(self._batches.poll_s)
-        return self._prepare_all(requests)
 
-    async def _upload(self, batch: Batch) -> str:
-        deployments, learned = self._settings.endpoint.deployments, (self.report.dialects or [{}])[0]
-        upload = batch.path("jsonl")
+    async def _upload(self, batch: RequestBatch) -> str:
+        dialect, upload = self._dialects[batch.model], batch.path("jsonl")
         with upload.open("wb") as stream:
-            stream.writelines(
-                upload_line(request, deployments.get(request.model), learned.get(request.model))
-                for request in batch.read()
-            )
+            stream.writelines(upload_line(request, dialect.body(request)) for request in batch.read())
         try:
             return await self._client.upload(upload)
         finally:
             upload.unlink()
 
-    async def _submit(self, batch: Batch, doubtful: bool) -> None:
+    async def _submit(self, batch: RequestBatch, doubtful: bool) -> None:
         assert batch.file_id is not None
         batch.save(stage="submitted", batch_id=await self._client.submit(batch.file_id, batch.tag, doubtful))
 
-    async def _wait(self, batch: Batch) -> RemoteBatch:
-        """Wait until the batch has ended; cancel it when the patience is over."""
+    async def _wait(self, batch: RequestBatch) -> RemoteBatch:
         assert batch.batch_id is not None
-        patience_s = math.inf if self._batches.patience_h is None else 3600 * self._batches.patience_h
-        while True:
-            remote = await self._client.describe(batch.batch_id)
-            if remote.status in _ENDED:
-                return remote
-            if remote.status in _CANCELLABLE and time.time() - batch.submitted > patience_s:
-                await self._client.cancel(batch.batch_id)
-                say(f"synthesize: batch {batch.batch_id}: cancelled after {patience_s / 3600:g} hours")
+        while (remote := await self._client.describe(batch.batch_id)).status not in _ENDED:
             await asyncio.sleep(self._batches.poll_s)
+        return remote
 
-    async def _collect(self, batch: Batch, remote: RemoteBatch) -> None:
+    # ----------------------------------------------------------------------------------------------- collecting
+
+    async def _collect(self, batch: RequestBatch, remote: RemoteBatch) -> None:
         """Journal the answers of a batch that has ended."""
         files = []
         for kind, file_id in (("output", remote.output_file_id), ("error", remote.error_file_id)):
@@ -383,32 +330,31 @@ class _BatchRunner:
                 files.append(batch.path(kind))
                 await self._client.download(file_id, files[-1])
         async with self._collecting:  # the answers of one batch at a time are in memory
-            faults = await self._journal_answers(batch, *read_answers(files), f"the batch {remote.status}")
-        batch.save(
-            stage="collected",
-            unanswered={key: fault.reason for key, fault in faults.items() if not fault.refused},
-            refused={key: fault.reason for key, fault in faults.items() if fault.refused},
-        )
-        self._rest.note(batch)
-        for file in (batch.path("requests"), *files):
-            file.unlink(missing_ok=True)
+            answered = await self._journal_answers(batch, *read_answers(files), f"the batch {remote.status}")
+        batch.discard()
         self.report.batches += 1
-        answered = batch.requests - len(faults)
         why = "".join(f" ({one_line(error.message)})" for error in _errors(remote)[:1])
         say(f"synthesize: batch {batch.batch_id}: {remote.status}{why}, {answered} of {batch.requests} answered")
 
     async def _journal_answers(
-        self, batch: Batch, answers: Mapping[str, Completion], faults: Mapping[str, Fault], otherwise: str
-    ) -> dict[str, Fault]:
-        """Append the answers to the journal; return the faults of the requests without one, by their keys."""
-        unanswered: dict[str, Fault] = {}
-        spent_usd = 0.0
+        self, batch: RequestBatch, answers: Mapping[str, Completion], faults: Mapping[str, NoAnswer], otherwise: str
+    ) -> int:
+        """Append the answers to the journal, and note the requests without one; return the number of answers."""
+        spent_usd, answered, change = 0.0, 0, None
         new: list[tuple[Request, Completion]] = []
         for request in batch.read():
             completion = answers.get(request.key)
             if completion is None:
-                unanswered[request.key] = faults.get(request.key, Fault(otherwise, refused=False))
+                fault = faults.get(request.key, NoAnswer(otherwise))
+                if fault.refused and not answers and change is None:
+                    dialect = self._dialects[batch.model]
+                    change = dialect.learn(request, dialect.encoded(request), fault.body)
+                    if change:
+                        say(f"synthesize: {self._base_url}: {batch.model} {change}")
+                self._attempts[request.key] += 1
+                self._faults[request.key] = fault._replace(refused=fault.refused and change is None)
                 continue
+            answered += 1
             usd = self._count_answered(request, completion)
             if self._journal.get(*request.keys) is None:  # otherwise a crash interrupted an earlier collection
                 spent_usd += usd
@@ -417,7 +363,7 @@ class _BatchRunner:
                     await self._append(new)
         await self._append(new)
         self._committed_usd += spent_usd - batch.worst_usd
-        return unanswered
+        return answered
 
     async def _append(self, exchanges: list[tuple[Request, Completion]]) -> None:
         await asyncio.gather(*(self._journal.append(*exchange) for exchange in exchanges))
@@ -433,10 +379,39 @@ class _BatchRunner:
         report.usd = None if report.usd is None or usd is None else report.usd + usd
         return usd or 0.0
 
+    # ----------------------------------------------------------------------------------------------- what is left
+
+    def _gives_up(self, request: Request) -> bool:
+        """Return whether no further batch is to ask a request."""
+        fault = self._faults.get(request.key)
+        if fault is None or not (fault.refused or self._attempts[request.key] >= ATTEMPTS):
+            return False
+        usd, answered = self.report.usd, self.report.answered
+        online_usd = usd / BATCH_PRICE / answered if usd and answered else worst_case(request, self._prices)[USD]
+        later = len(self._steps) - self._steps.index(request.step)
+        self._left[request.key] = 0.0 if fault.refused else online_usd * later  # a refusal costs nothing
+        return True
+
     def settle_rest(self) -> None:
-        """Treat the requests that no batch answers as `batches.rest` says; raises as `Rest.settle`."""
-        self.report.unanswered = dict(self._rest.reasons)
-        self.report.left_out = self._rest.settle()
+        """Treat the requests that no batch answers as `batches.rest` says; RunFailure if it is stop."""
+        reasons = Counter(self._faults[key].reason for key in self._left)
+        self.report.unanswered = dict(reasons)
+        if not self._left:
+            return
+        shown = ", ".join(f"{reason}: {number}" for reason, number in reasons.most_common(5))
+        what = f"{counted(len(self._left), 'request')} that no batch answered ({shown})"
+        usd = sum(self._left.values())
+        price = f"about {usd:.2g} USD" if math.isfinite(usd) else "at an unknown price"
+        if self._batches.rest == "online":
+            say(f"synthesize: batches.rest=online: {what} and their rows' later steps are asked at full price, {price}")
+            return
+        if self._batches.rest == "stop" and not all(self._faults[key].refused for key in self._left):
+            raise RunFailure(
+                f"batches.rest=stop: there are {what}; run the same command to batch them again, or set batches.rest=online to ask "
+                f"them and their rows' later steps at full price ({price}), or batches.rest=dead_letter to do without these rows"
+            )
+        say(f"synthesize: {what}: their rows become dead letters")
+        self.report.left_out = {key: self._faults[key].reason for key in self._left}
 
 
 def _errors(remote: RemoteBatch) -> list[BatchError]:

@@ -5,60 +5,58 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from infembed_ray.llm.batch_quota import prompt_tokens
-from infembed_ray.llm.chat import Complete, Completion, Dialect, Request, RowFailure, RunFailure, adapted
+from infembed_ray.llm.chat import Complete, Completion, Request, RowFailure, RunFailure
 from infembed_ray.llm.endpoint import CHAT, ErrorBody, Unanswered, completion_of, one_line
 from infembed_ray.storage import durable
 
 LEFT_OUT = "no batch answered"
 """Beginning of the error of a dead letter whose request was not asked online."""
+BYTES_PER_TOKEN = 3
+"""UTF-8 bytes that count as a token of the quota: fewer than a token has in most languages."""
 _REFUSED = {400, 413, 422}
 
 
+def prompt_tokens(request: Request) -> int:
+    """Return about how many tokens of the quota of enqueued tokens a request takes."""
+    size = sum(len(message["content"].encode()) for message in request.messages)
+    return -(-(size + len(str(request.parameters.get("response_format", "")).encode())) // BYTES_PER_TOKEN)
+
+
 @dataclass
-class Batch:
-    """A batch's state in TAG.json. Its requests are in TAG.requests until it is collected."""
+class RequestBatch:
+    """A batch's state in TAG.json, and its requests in TAG.requests, until its answers are in the journal."""
 
     directory: Path
     tag: str
     base_url: str
+    model: str
     requests: int
+    tokens: int
+    """Prompt tokens that count for the quota of enqueued tokens."""
     worst_usd: float
     """Upper bound of its price."""
-    stage: Literal["prepared", "submitting", "submitted", "collected"] = "prepared"
+    stage: Literal["prepared", "submitting", "submitted"] = "prepared"
     file_id: str | None = None
     batch_id: str | None = None
-    submitted: float = 0.0
-    """Unix time."""
-    model: str = ""
-    tokens: int = 0
-    """Prompt tokens that count for the quota of enqueued tokens."""
-    unanswered: dict[str, str] = field(default_factory=dict)
-    """Once it is collected: key of a request without an answer -> why."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """Once it is collected: key of a request that the endpoint refuses, so that no other attempt helps -> why."""
 
     @classmethod
-    def prepare(cls, directory: Path, base_url: str, requests: Sequence[Request], worst_usd: float) -> Batch:
+    def prepare(cls, directory: Path, base_url: str, requests: Sequence[Request], worst_usd: float) -> RequestBatch:
         """Write a new batch of requests to one model durably."""
         model, tokens = requests[0].model, sum(map(prompt_tokens, requests))
-        batch = cls(directory, secrets.token_hex(12), base_url, len(requests), worst_usd, model=model, tokens=tokens)
+        batch = cls(directory, secrets.token_hex(12), base_url, model, len(requests), tokens, worst_usd)
         with durable.replacing(batch.path("requests")) as stream:
             stream.writelines(json.dumps(asdict(each), ensure_ascii=False).encode() + b"\n" for each in requests)
         batch.save()
         return batch
 
     @classmethod
-    def load(cls, file: Path) -> Batch:
+    def load(cls, file: Path) -> RequestBatch:
         """Read a batch from its TAG.json."""
-        values = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(values["unanswered"], list):  # written by release 0.1.0
-            values["unanswered"] = dict.fromkeys(values["unanswered"], "no answer")
-        return cls(directory=file.parent, **values)
+        return cls(directory=file.parent, **json.loads(file.read_text(encoding="utf-8")))
 
     def save(self, **changes: Any) -> None:
         """Apply the changes and write them durably."""
@@ -78,34 +76,33 @@ class Batch:
                 yield Request(**{**values, "messages": tuple(values["messages"])})
 
     def discard(self) -> None:
-        """Delete a batch that was never submitted."""
-        self.path("json").unlink()
-        self.path("requests").unlink(missing_ok=True)
+        """Delete its files, the state first."""
+        for kind in ("json", "requests", "jsonl", "output", "error"):
+            self.path(kind).unlink(missing_ok=True)
 
 
 def pending(directory: Path) -> list[Path]:
     """Return the state files of batches that are submitted and not collected; an online run would pay for them again."""
-    return [file for file in sorted(directory.glob("*.json")) if Batch.load(file).stage in ("submitting", "submitted")]
+    return [file for file in sorted(directory.glob("*.json")) if RequestBatch.load(file).stage != "prepared"]
 
 
-def upload_line(request: Request, deployment: str | None = None, dialect: Dialect | None = None) -> bytes:
-    """Return the line of a request in the uploaded file; an Azure deployment replaces the model's name."""
-    body = adapted(request.body, dialect or {})
-    if deployment is not None:
-        body["model"] = deployment
+def upload_line(request: Request, body: Mapping[str, Any]) -> bytes:
+    """Return the line of a request in the uploaded file."""
     line = {"custom_id": request.key, "method": "POST", "url": f"/v1/{CHAT.path}", "body": body}
     return json.dumps(line, ensure_ascii=False).encode() + b"\n"
 
 
-class Fault(NamedTuple):
+class NoAnswer(NamedTuple):
     """Why a request has no answer."""
 
     reason: str
-    refused: bool
+    refused: bool = False
     """The endpoint refuses the request itself, so that another attempt is useless."""
+    body: bytes = b""
+    """Of the endpoint's error."""
 
 
-def read_answers(files: Iterable[Path]) -> tuple[dict[str, Completion], dict[str, Fault]]:
+def read_answers(files: Iterable[Path]) -> tuple[dict[str, Completion], dict[str, NoAnswer]]:
     """Read a batch's output and error files.
 
     Returns:
@@ -115,7 +112,7 @@ def read_answers(files: Iterable[Path]) -> tuple[dict[str, Completion], dict[str
         RunFailure: a file is damaged.
     """
     answers: dict[str, Completion] = {}
-    faults: dict[str, Fault] = {}
+    unanswered: dict[str, NoAnswer] = {}
     for file in files:
         with file.open("rb") as stream:
             for line in stream:
@@ -125,23 +122,24 @@ def read_answers(files: Iterable[Path]) -> tuple[dict[str, Completion], dict[str
                     if response.get("status_code") == 200:
                         answers[key] = replace(completion_of(response.get("body")), batched=True)
                     else:
-                        faults[key] = _fault(entry, response)
-                except Unanswered as fault:
-                    refused = isinstance(fault, ErrorBody) and fault.status in _REFUSED
-                    faults[key] = Fault(str(fault), refused)
+                        unanswered[key] = _no_answer(entry, response)
+                except ErrorBody as error:
+                    unanswered[key] = NoAnswer(str(error), error.status in _REFUSED, error.body)
+                except Unanswered as error:
+                    unanswered[key] = NoAnswer(str(error))
                 except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError) as error:
                     raise RunFailure(f"batches: the endpoint's file is damaged ({error}); run it again") from error
                 except (ValueError, RecursionError):  # this line exceeds Python's limits: its request is unanswered
                     continue
-    return answers, faults
+    return answers, unanswered
 
 
-def _fault(entry: dict[str, Any], response: dict[str, Any]) -> Fault:
+def _no_answer(entry: dict[str, Any], response: dict[str, Any]) -> NoAnswer:
     """Return the error code of a line without an answer, or its HTTP status."""
     body, status = response.get("body"), response.get("status_code")
     error = entry.get("error") or (body.get("error") if isinstance(body, dict) else None)
     code = error.get("code") if isinstance(error, dict) else None
-    return Fault(one_line(code or f"HTTP {status}"), refused=status in _REFUSED)
+    return NoAnswer(one_line(code or f"HTTP {status}"), status in _REFUSED, json.dumps({"error": error}).encode())
 
 
 def leaving_out(complete: Complete, unanswered: Mapping[str, str]) -> Complete:

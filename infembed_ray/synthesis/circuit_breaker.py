@@ -1,9 +1,7 @@
 """Circuit breaker: stops a run in which every row fails at the same step for the same reason, although the models answer.
 
-For example, all answers are cut off or malformed, or the endpoint refuses the texts of one step. Each failure fails only
-its row, but no row can pass, so the run stops after a few of them; also after unexpected exceptions. Rows that fail end
-sooner than rows that pass, so a row passes a step when its next step is asked. An endpoint that answers nothing, or refuses
-everything, stops the run in the client (module `llm.client`).
+Rows that fail end sooner than rows that pass, so a row passes a step when its next step is asked. An endpoint that answers
+nothing, or refuses everything, stops the run in the client.
 """
 
 from __future__ import annotations
@@ -56,8 +54,6 @@ class CircuitBreaker:
     def add(self, outcome: Outcome) -> str | None:
         """Count an outcome; return `failure`."""
         step = outcome.row.get("step")  # a kept row has none
-        if step is not None and step not in STEPS:  # the seed itself is at fault
-            return self.failure
         passed = _passed_by_kept(outcome) if step is None else STEPS.index(step) + (outcome.kind == "rejected")
         self._note_passed(passed)
         if step is not None and outcome.kind == "dead_letter":

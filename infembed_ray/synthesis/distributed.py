@@ -1,11 +1,7 @@
 """Synthesis over Ray Data: seeds in; kept, rejected and dead-lettered rows out, in the order of the seeds.
 
-Each actor has its own client, its own partition of the rows and its own journal segment. Ray Data has no affinity of rows to
-actors, so each partition is a data set with a pool of one actor, and the run reads their union. One more actor, on the
-driver's node, keeps the limits of all and hands out the rows.
-
-Ray Data returns a task's rows together and re-runs a lost task whole, so a task is a few rows, many tasks run at once in an
-actor, and the journal answers re-runs. Rows start in the order of their tasks, so tasks end one after another.
+Each actor has its own client, partition of the rows and journal segment: a data set with a pool of one actor, since Ray Data
+has no affinity of rows to actors. One more actor on the driver's node keeps the limits of all and hands out the rows.
 """
 
 from __future__ import annotations
@@ -15,10 +11,9 @@ import contextlib
 import gc
 import os
 import pickle
-import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,30 +23,23 @@ import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infembed_ray.config.llm import Endpoint
-from infembed_ray.config.synthesis import Canary, SynthesizeSettings
+from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.llm import budget, prices
 from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import ChatClient, run_in_thread
-from infembed_ray.llm.dialects import Dialects
 from infembed_ray.llm.driver_watch import RAY_ENVIRONMENT, DriverWatch, Process, this_process
 from infembed_ray.llm.journal_store import JournalPlace, open_journal, settle, wait_for_writers
-from infembed_ray.llm.lease import RateLimiter
+from infembed_ray.llm.ledger import Grant, LeaseReport, LedgerStats, RateLimiter
 from infembed_ray.llm.partitions import Partition
-from infembed_ray.llm.prices import BATCH_PRICE
-from infembed_ray.llm.rate_limits import Grant, LeaseReport, LedgerStats
 from infembed_ray.progress import say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.records.tables import Seed
-from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder
-from infembed_ray.storage.steps import Published, Staging, Step
-from infembed_ray.synthesis import self_hosted
+from infembed_ray.storage.steps import Published, Step
 from infembed_ray.synthesis.audit import described
 from infembed_ray.synthesis.batch_files import leaving_out
 from infembed_ray.synthesis.circuit_breaker import CircuitBreaker
-from infembed_ray.synthesis.coordinator import Coordinator
-from infembed_ray.synthesis.forecast import forecast, sample
 from infembed_ray.synthesis.live_progress import live_progress
 from infembed_ray.synthesis.outcome import Outcome
 from infembed_ray.synthesis.outputs import Outputs, nothing_kept
@@ -59,20 +47,16 @@ from infembed_ray.synthesis.pipeline import synthesize
 from infembed_ray.synthesis.preflight import (
     BATCHES,
     Job,
-    all_journaled,
     check,
-    has_pending_batches,
     make_journal,
     prepare,
     resolve,
 )
-from infembed_ray.synthesis.tasks import write_tasks
+from infembed_ray.synthesis.tasks import Coordinator, write_tasks
 
 if TYPE_CHECKING:
     from infembed_ray.synthesis.batch_api import BatchReport
 
-CANARY = "canary"
-"""Directory of the canary's records and forecast, in the output."""
 ROWS_PER_TASK = 64
 """Most rows of a task: a task costs Ray Data as much CPU as dozens of requests."""
 TASKS_PER_ACTOR = 4
@@ -113,23 +97,19 @@ def run(settings: SynthesizeSettings) -> Published:
     check(job)
     if job.has_key:
         make_journal(job)
-    with step.publish() as staging, _hosting(job, step.identity, staging) as job:  # no other run of it spends now
-        spent_usd = 0.0 if settings.limits.budget_usd is None else budget.resume(job.journal, table)
-        shutil.rmtree(staging.path / CANARY, ignore_errors=True)  # of an interrupted run
-        if settings.canary is not None and job.has_key and not has_pending_batches(job):
-            staging.facts["canary"], learned = _run_canary(job, step, staging.path / CANARY, settings.canary, spent_usd)
-            job = replace(job, dialects=learned)
+    with step.publish() as staging:  # no other run of it spends now
+        if job.has_key:
             _settle_journal(job.journal)
-            spent_usd = _spent_usd(job)
+        spent_usd = 0.0 if settings.limits.budget_usd is None else budget.resume(job.journal, table)
         if job.in_batches:
             report = _ask_in_batches(job, spent_usd)
             staging.facts["batches"] = report.figures()
-            spent_usd = _spent_usd(job) + report.probe_usd
-            job = replace(job, left_out=report.left_out, dialects=report.dialects)
+            spent_usd = _spent_usd(job)
+            job = replace(job, left_out=report.left_out)
         with Outputs(staging.path, table) as outputs:
-            stats, _ = _run_rows(job, step, outputs, None, spent_usd)
+            stats = _run_rows(job, step, outputs, spent_usd)
         staging.counts = outputs.counts()
-        staging.facts |= {**outputs.facts(), "traffic": stats.facts(), "left_out": dict(job.survey.left_out)}
+        staging.facts |= {**outputs.facts(), "traffic": stats.facts()}
         ended = sum(staging.counts[kind] for kind in ("kept", "rejected", "dead_letter"))
         assert ended == job.survey.seeds, f"{ended} of {job.survey.seeds} seeds came out"
         outputs.require_few_dead_letters(settings.max_dead_letters)
@@ -144,22 +124,6 @@ def run(settings: SynthesizeSettings) -> Published:
     return step.published()
 
 
-@contextlib.contextmanager
-def _hosting(job: Job, run: str, staging: Staging) -> Iterator[Job]:
-    """Serve the model of `endpoint.serve` while the block runs; give the job with its address.
-
-    Nothing is started if the journal answers everything. No process writes to the journal once the block begins.
-    """
-    if job.has_key:
-        _settle_journal(job.journal)
-    if job.settings.endpoint.serve is None or all_journaled(job):
-        yield job
-        return
-    with self_hosted.hosting(job.settings.endpoint, run) as hosted:
-        yield replace(job, settings=job.settings.model_copy(update={"endpoint": hosted.endpoint}))
-    staging.facts["self_hosted"] = hosted.figures(sum(staging.facts["tokens"].values()))
-
-
 def _ask_in_batches(job: Job, spent_usd: float) -> BatchReport:
     """Ask the Batch API, so that the online run finds its answers in the journal; return its report."""
     from infembed_ray.synthesis import batch_api  # only here: it imports the `openai` client, which takes a second
@@ -171,7 +135,7 @@ def _ask_in_batches(job: Job, spent_usd: float) -> BatchReport:
         journal = open_journal(job.journal, job.replay)
         try:
             return await batch_api.answer_in_batches(
-                job.seeds, job.survey.pool, job.settings, journal, directory, spent_usd, job.dialects
+                job.seeds, job.survey.pool, job.settings, journal, directory, spent_usd
             )
         finally:
             journal.close()
@@ -182,49 +146,12 @@ def _ask_in_batches(job: Job, spent_usd: float) -> BatchReport:
         raise InputError(str(failure)) from failure
 
 
-def _run_canary(
-    job: Job, step: Step, directory: Path, canary: Canary, spent_usd: float
-) -> tuple[dict[str, Any], Dialects | None]:
-    """Run a sample of the rows, print a forecast for all of them; return it for the manifest, and the models' dialects.
-
-    Raises:
-        InputError: the run must end here, or some rows were not finished.
-    """
-    settings = job.settings
-    drawn = sample(job.seeds, canary.seeds, settings.seed)
-    rows: list[Outcome] = []
-    directory.mkdir()
-    with Outputs(directory, job.table) as outputs:
-        part = replace(job, seeds=drawn, survey=replace(job.survey, seeds=len(drawn)))
-        stats, dialects = _run_rows(part, step, outputs, rows.append, spent_usd, "canary")
-    rows.sort(key=lambda each: str(each.row["id"]))  # they arrive in any order; the bootstrap depends on theirs
-    latency_s, slots = stats.traffic.mean_s(), settings.actors * _slots(settings)
-    price = BATCH_PRICE if job.in_batches else 1.0
-    made = forecast(rows, job.survey.seeds, latency_s, slots, settings.limits, price, settings.seed)
-    say(f"synthesize: {made}")
-    facts = {**asdict(made), "counts": outputs.counts(), "usd_paid": outputs.facts()["usd"]}
-    durable.replace_json(directory / "forecast.json", facts)
-    if refusal := made.refusal(canary, outputs.first_failure):
-        raise InputError(
-            f"{refusal}; nothing is published. The canary's records are in {directory}. To go on, change the setting or set "
-            "canary=null; the journal keeps the answers"
-        )
-    return facts, dialects
-
-
 def _spent_usd(job: Job) -> float:
     return 0.0 if job.settings.limits.budget_usd is None else budget.spent_usd(job.journal, job.table)
 
 
-def _run_rows(
-    job: Job,
-    step: Step,
-    outputs: Outputs,
-    see: Callable[[Outcome], object] | None,
-    spent_usd: float,
-    title: str = "synthesize",
-) -> tuple[LedgerStats, Dialects | None]:
-    """Run all rows and write their outputs; `see` gets each outcome. Return the state at the end, and the models' dialects.
+def _run_rows(job: Job, step: Step, outputs: Outputs, spent_usd: float) -> LedgerStats:
+    """Run all rows and write their outputs; return the state at the end.
 
     Raises:
         InputError: some rows were not finished.
@@ -236,7 +163,7 @@ def _run_rows(
     with _coordinator(job, tasks, step.identity, spent_usd) as coordinator:
         try:
             with (
-                track(title, seeds) as advance,
+                track("synthesize", seeds) as advance,
                 live_progress(lambda: _stats(coordinator), lambda: outputs.note(seeds), budget_usd, advance),
             ):
                 for index, outcome in _fan_out(job, tasks, coordinator):
@@ -244,14 +171,12 @@ def _run_rows(
                         unfinished += 1
                     elif not unfinished:
                         outputs.add(index, outcome)
-                        if see is not None:
-                            see(outcome)
                         advance()
         finally:
             tasks.unlink(missing_ok=True)
         if isinstance(job.journal, Folder):
             _settle_journal(job.journal)
-        stats, learned = ray.get([coordinator.stats.remote(), coordinator.learned.remote()])
+        stats: LedgerStats = ray.get(coordinator.stats.remote())
     if budget_usd is not None:
         budget.note_unjournaled(job.journal, job.table, stats.committed_usd)
     if unfinished:
@@ -259,7 +184,7 @@ def _run_rows(
             f"{stats.failure}; {unfinished} of {seeds} seeds are left undone and nothing is published; "
             "the journal keeps what was answered, the same command resumes"
         )
-    return stats, learned
+    return stats
 
 
 def _stats(coordinator: Any) -> LedgerStats | None:
@@ -299,11 +224,10 @@ def _settle_journal(journal: JournalPlace, partition: Partition | None = None) -
 @contextlib.contextmanager
 def _coordinator(job: Job, tasks: Path, identity: str, spent_usd: float) -> Iterator[Any]:
     """Start the coordinator as an actor on the driver's node: it then dies only together with the driver."""
-    settings = job.settings
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     name = f"synthesis-limits-{identity}-{uuid.uuid4().hex[:8]}"
     actor = ray.remote(num_cpus=0)(Coordinator).options(name=name, scheduling_strategy=here)
-    coordinator = actor.remote(settings, spent_usd, job.journal, tasks, job.dialects)
+    coordinator = actor.remote(job.settings.limits, spent_usd, job.journal, tasks)
     try:
         yield coordinator
     except ray.exceptions.RayError as error:
@@ -322,7 +246,7 @@ def _failed(error: ray.exceptions.RayError) -> str:
     return f"an actor of the run failed ({in_one_line(error, 'synthesize')}); run the same command again, the journal resumes"
 
 
-def _rate_limiter(settings: SynthesizeSettings, coordinator: Any, journal: JournalPlace) -> RateLimiter:
+def _rate_limiter(settings: SynthesizeSettings, coordinator: Any) -> RateLimiter:
     """Return the rate limiter of this actor."""
 
     async def exchange(report: LeaseReport) -> Grant:
@@ -332,7 +256,7 @@ def _rate_limiter(settings: SynthesizeSettings, coordinator: Any, journal: Journ
             raise RunFailure(_failed(error)) from error
         return grant
 
-    return budget.rate_limiter(settings.limits, _slots(settings), exchange, journal)
+    return RateLimiter(settings.limits, _slots(settings), exchange)
 
 
 # -------------------------------------------------------------------------------------------------- the fan-out
@@ -403,12 +327,12 @@ class _Synthesizer:
         self._settings = settings
         self._coordinator = coordinator
         self._pool, left_out = ray.get(shared)
-        self._limiter = _rate_limiter(settings, coordinator, journal)
+        self._limiter = _rate_limiter(settings, coordinator)
         if ray.get_runtime_context().was_current_actor_reconstructed and isinstance(journal, Folder):
             _settle_journal(journal, partition)  # its predecessor may have been on another node
-        self._journal = open_journal(journal, replay, partition, settings.journal_upload, self._limiter.warn)
+        self._journal = open_journal(journal, replay, partition, settings.journal_upload_s, self._limiter.warn)
         table = prices.load(settings.prices)
-        self._client = ChatClient(endpoints, self._journal, self._limiter, table, learn=self._learn_dialects)
+        self._client = ChatClient(endpoints, self._journal, self._limiter, table)
         self._breaker = CircuitBreaker(settings)
         self._complete = self._breaker.watch(leaving_out(self._client.complete, left_out))
         self._driver = DriverWatch(driver, self._limiter, self._client, self._journal)
@@ -416,15 +340,6 @@ class _Synthesizer:
         self._running = 0
         gc.freeze()  # exempts the imported modules
         gc.set_threshold(YOUNG_OBJECTS)
-
-    async def _learn_dialects(self) -> Dialects:
-        try:
-            learned: Dialects | str = await self._coordinator.dialects.remote()
-        except ray.exceptions.RayError as error:
-            raise RunFailure(_failed(error)) from error
-        if isinstance(learned, str):
-            raise RunFailure(learned)
-        return learned
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
         self._driver.watch()

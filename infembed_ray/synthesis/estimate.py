@@ -1,29 +1,25 @@
 """Estimate of a run's calls, tokens and price: every row is kept, so that it is an upper estimate.
 
-A row takes all steps from the first one that no journal answers, and a cheap judge answers twice before `judge`. Texts that
-do not exist yet are as long as those of the published set on average (paper, Table 1).
+A row takes all steps from the first one that no journal answers, and a cheap judge answers twice before `judge`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from infembed_ray.config.base import nearest
 from infembed_ray.config.synthesis import SynthesizeSettings
-from infembed_ray.errors import Fault, InputError, check_all
+from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import budget, prices
 from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import run_in_thread
-from infembed_ray.llm.endpoint import list_models
 from infembed_ray.llm.journal_store import open_journal
 from infembed_ray.llm.prices import BATCH_PRICE
-from infembed_ray.progress import counted
 from infembed_ray.records.tables import Seed
 from infembed_ray.storage.dry_run import state
-from infembed_ray.synthesis import preflight, templates
+from infembed_ray.synthesis import preflight
 from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, model_of, next_request, steps_of
 from infembed_ray.synthesis.preflight import Job
 
@@ -31,17 +27,8 @@ SAMPLE = 500
 """Most seeds that are looked at; they are spread evenly, and the figures are scaled to all seeds."""
 BYTES_PER_TOKEN = 4
 """Approximate UTF-8 bytes per token of English text."""
-_INSTRUCTION = "words " * 36
-"""As many words as in the published set; queries and passages are as long as those of the seed."""
-_PROMPTS: Mapping[str, str] = {
-    "instruction_positive": "instruction_generation",
-    "instruction_negative": "instruction_poisoning",
-    "query_negative": "query_poisoning",
-    "hard_negative_document_1": "passage_writing",
-    "hard_negative_document_2": "passage_writing",
-    "instruction_complement": "complement",
-}
-"""Step -> its prompt; the others have the judge's."""
+PROMPT_BYTES = 1200
+"""Length of a prompt without the texts of its row, with an instruction and an example."""
 
 
 @dataclass
@@ -84,9 +71,6 @@ def estimate(job: Job) -> Estimate:
     made.prompt_tokens *= scale
     made.answer_tokens = None if made.answer_tokens is None else made.answer_tokens * scale
     made.usd = None if made.usd is None else made.usd * scale
-    canary = job.settings.canary
-    if made.usd is not None and canary is not None and job.in_batches:  # its seeds are asked at the list price
-        made.usd *= 1 + min(1.0, canary.seeds / made.seeds) * (1 / BATCH_PRICE - 1)
     return made
 
 
@@ -108,44 +92,17 @@ def _count(made: Estimate, job: Job, seed: Seed, step: str) -> None:
 
 
 def _prompt_bytes(job: Job, seed: Seed, step: str) -> int:
-    settings = job.settings
-    source = "leetcode" if seed.language else seed.source
-    template = templates.load(_PROMPTS.get(step, "judge"), source, settings.prompts, settings.shared_prefix)
-    texts = {
-        **dict.fromkeys(("query", "query_positive"), seed.query),
-        **dict.fromkeys(("instruction", "instruction_positive"), _INSTRUCTION),
-        **dict.fromkeys(("document", "reference", "wanted", "unwanted"), seed.passage),
-        "candidates": (3 + settings.distractors) * seed.passage,
-        "language": seed.language or "",
-    }
-    request = template.request(model_of(settings, step)[1], step, seed.id, texts)
-    return len(request.messages[0]["content"].encode())
+    """Return about how long a step's prompt is: generated passages are as long as the seed's."""
+    passages = 3 + job.settings.distractors if "judge" in step else 1
+    return PROMPT_BYTES + len(seed.query.encode()) + passages * len(seed.passage.encode())
 
 
-_LISTED = 20
-"""Most models of an endpoint that an error may list."""
-
-
-def describe(settings: SynthesizeSettings, endpoint: bool = False) -> Iterator[str]:
+def describe(settings: SynthesizeSettings) -> Iterator[str]:
     """Yield what a run would do, line by line.
-
-    Args:
-        endpoint: also ask every endpoint for its models.
 
     Raises:
         InputError: as a run, after the lines that could be made.
     """
-    faults: dict[str, Fault | str] = {}
-    for lines in [_describe_run(settings), *[_describe_endpoints(settings)] * endpoint]:
-        try:
-            yield from lines
-        except InputError as error:
-            faults |= {str(fault): fault for fault in error.args}
-    if faults:
-        raise InputError(*faults.values())
-
-
-def _describe_run(settings: SynthesizeSettings) -> Iterator[str]:
     try:
         seeds, table, step = preflight.prepare(settings)
     except InputError as error:
@@ -154,9 +111,7 @@ def _describe_run(settings: SynthesizeSettings) -> Iterator[str]:
     if (yield from state(step)):
         return
     job = preflight.resolve(settings, seeds, table)
-    yield f"seeds: {job.survey.seeds:,} of {seeds.path}" + (
-        f"; {sum(job.survey.left_out.values()):,} rows are left out" if job.survey.left_out else ""
-    )
+    yield f"seeds: {job.survey.seeds:,} of {seeds.path}"
     try:
         made = estimate(job)
     except RunFailure as failure:
@@ -177,15 +132,6 @@ def _describe_run(settings: SynthesizeSettings) -> Iterator[str]:
             yield f"price: about {made.usd:,.2f} USD at most, at list prices of {table.as_of}"
         elif made.answer_tokens is not None:
             yield "price: unknown, because a model has no list price; give its prices in a file and set prices=FILE"
-    if made.calls:
-        probed = [name for name, endpoint in job.endpoints.items() if endpoint.probe]
-        models = preflight.probes(settings)
-        yield (
-            f"pre-flight: {counted(len(models), 'short request')} to {' and '.join(probed)}, to find out which parameters "
-            f"{' and '.join(models)} take{'s' if len(models) == 1 else ''}"
-            if probed
-            else "pre-flight: none (endpoint.probe=false); parameters are sent as set"
-        )
     preflight.check(job)
     if settings.limits.budget_usd is not None:
         spent = budget.spent_usd(job.journal, table)
@@ -194,28 +140,3 @@ def _describe_run(settings: SynthesizeSettings) -> Iterator[str]:
 
 def _raise(error: InputError) -> None:
     raise error
-
-
-def _describe_endpoints(settings: SynthesizeSettings) -> Iterator[str]:
-    """Ask every endpoint for its models, and say which ones of the settings it lacks."""
-    asked = dict(reversed([model_of(settings, step) for step in steps_of(settings)]))
-    faults = []
-    for name, endpoint in preflight.endpoints(settings).items():
-        if endpoint.serve is not None:
-            yield f"{name}: the run starts {endpoint.serve.model} on {counted(endpoint.serve.gpus, 'GPU')}"
-            continue
-        try:
-            models = list_models(endpoint, name)
-        except RunFailure as failure:
-            faults.append(str(failure))
-            continue
-        if models is None:
-            yield f"{name} {endpoint.base_url} answers; it does not list its models"
-            continue
-        yield f"{name} {endpoint.base_url} answers, with {counted(len(models), 'model')}"
-        for setting, model in asked.items():
-            if not models & {model.model, f"{model.model}:latest"}:  # Ollama answers without its tag, too
-                hint = nearest(model.model, models) if len(models) <= _LISTED else "correct the name"
-                faults.append(f"{setting}.model={model.model}: {name} {endpoint.base_url} does not list it: {hint}")
-    if faults:
-        raise InputError(*faults)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from infembed_ray.llm.rate_limits import LedgerStats
+from infembed_ray.llm.ledger import LedgerStats
 from infembed_ray.progress import Advance, say
 from infembed_ray.telemetry import report
 

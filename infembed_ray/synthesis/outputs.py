@@ -20,7 +20,6 @@ from infembed_ray.records import tables
 from infembed_ray.storage.steps import Staging
 from infembed_ray.synthesis.audit import JudgeAudit
 from infembed_ray.synthesis.outcome import SCHEMAS, Kind, Outcome, Spend, kind_of
-from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, STEPS
 from infembed_ray.telemetry import report
 
 _FILES: Mapping[Kind, str] = {
@@ -51,7 +50,7 @@ class Outputs:
         self._next = 0
         self._kinds: Counter[Kind] = Counter()
         self._reasons: Counter[str] = Counter()
-        self._ended: dict[Kind, Counter[str]] = {"rejected": Counter(), "dead_letter": Counter()}
+        self._rejected: Counter[str] = Counter()
         self._causes: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
         self.first_failure = ""
@@ -90,12 +89,12 @@ class Outputs:
         if outcome.kind != "kept":
             step, why = outcome.row["step"], outcome.row["reason" if outcome.kind == "rejected" else "error"]
             self.first_failure = self.first_failure or f"seed {outcome.row['id']}, step {step}: {why}"
-            self._ended[outcome.kind][step] += 1
             if outcome.kind == "dead_letter":
                 cause = f"{step}: {kind_of(why)}"
                 self._causes[cause] += 1
                 self._examples.setdefault(cause, f"{step}: {why}")
             if outcome.kind == "rejected":
+                self._rejected[step] += 1
                 self._reasons[f"{step}: {why}"] += 1
         self._tables[outcome.kind].add(outcome.row)
         if outcome.complement is not None:
@@ -108,7 +107,7 @@ class Outputs:
         """
         report(
             synthesis_seeds_total=dict(self._kinds),
-            synthesis_rejected_total=dict(self._ended["rejected"]),
+            synthesis_rejected_total=dict(self._rejected),
             synthesis_tokens_total=_tokens(self._paid),
             synthesis_usd_total=self._paid.usd,
         )
@@ -157,20 +156,8 @@ class Outputs:
             "tokens": _tokens(self._paid),
             "tokens_replayed": _tokens(self._replayed),
             "rejected_by": dict(self._reasons.most_common()),
-            "funnel": self._funnel(),
             "cheap_judge": self._audit.facts(),
         }
-
-    def _funnel(self) -> dict[str, dict[str, int]]:
-        """Return for each step that a row must pass: rows that reached it, and how those ended that it stopped."""
-        left, unused = self._next, () if self._audit.facts() else (CHEAP_JUDGE,)
-        funnel: dict[str, dict[str, int]] = {}
-        for step in ("seed", *STEPS):  # `seed`: an empty query or passage
-            stopped: dict[str, int] = {kind: ended[step] for kind, ended in self._ended.items()}
-            if not step.endswith("_complement") and not step.startswith(unused):
-                funnel[step] = {"reached": left, **stopped}
-            left -= sum(stopped.values())
-        return funnel
 
 
 def nothing_kept(staging: Staging, why: str) -> str:

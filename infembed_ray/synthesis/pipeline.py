@@ -1,8 +1,7 @@
 """One seed through all steps of the pipeline (paper, section 4.1): it is kept, rejected, or becomes a dead letter.
 
-The calls of a row follow one another, so a row that fails pays for nothing more; rows run concurrently. A step is named
-after the column that it writes, or `judge_` and what is judged. A malformed answer is asked for once more, and so are a cut-off
-one with a higher cap and, unless sampling is deterministic, a refused, empty or uncapped cut-off one.
+The calls of a row follow one another, so a row that fails pays for nothing more. A step is named after the column that it
+writes, or `judge_` and what is judged.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
     thousands.
 
     Args:
-        seed: a query and its relevant passage; a dead letter at once if one of them is empty.
+        seed: a query and its relevant passage.
         pool: distinct passages to draw the judge's distractors from, more than `settings.distractors`.
         complete: asks a model. Its RowFailure makes the row a dead letter.
 
@@ -99,9 +98,6 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
         RunFailure: raised by `complete`.
     """
     row = _Row(seed, settings, complete)
-    for name, text in (("query", seed.query), ("passage", seed.passage)):
-        if not text.strip():
-            return row.outcome("dead_letter", step="seed", error=f"its {name} is empty")
     try:
         await _write(row)
         await _judge(row, pool)
@@ -214,14 +210,13 @@ class _Row:
         """Return the text of an answer; ask again if it was cut off, refused or empty by chance."""
         model = model_of(self.settings, request.step)[1]
         completion = await self._send(request)
-        if completion.cut_off and model.last_max_tokens != model.max_tokens:
-            higher = {**request.parameters, CAP: model.last_max_tokens}
+        if completion.cut_off and model.max_tokens is not None:
+            higher = {**request.parameters, CAP: 2 * model.max_tokens}
             completion = await self._send(replace(request, parameters=higher))
-        for number in range(1, model.resamples + 1 if model.temperature != 0 else 1):
-            if not (model.max_tokens is None if completion.cut_off else completion.refused or completion.empty):
-                break
+        unlucky = model.max_tokens is None if completion.cut_off else completion.refused or completion.empty
+        if unlucky and model.temperature != 0:
             # Not sent, but part of the journal key: the same question has one answer for each sample.
-            completion = await self._send(replace(request, prompt=f"{request.prompt} resample={number}"))
+            completion = await self._send(replace(request, prompt=f"{request.prompt} resample=1"))
         return usable_text(completion)
 
     async def _send(self, request: Request) -> Completion:
@@ -240,8 +235,8 @@ class _Row:
 
     def outcome(self, kind: Kind, **why: str) -> Outcome:
         """Return the row as far as it came; `why` says at which step it ended and for what reason."""
-        known = {**self.columns, **why, "provenance": self._provenance()}
-        row = {name: value for name, value in known.items() if name in _COLUMNS[kind]}
+        columns = {**self.columns, **why, "provenance": self._provenance()}
+        row = {name: value for name, value in columns.items() if name in _COLUMNS[kind]}
         paid = [exchange for exchange in self._answered if not exchange[1].replayed]
         replayed = [exchange for exchange in self._answered if exchange[1].replayed]
         from_journal = bool(replayed) and replayed[-1][0] is self.asked[-1]

@@ -8,31 +8,25 @@ import urllib.parse
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
-
-import numpy as np
 
 from infembed_ray.config.base import nearest
 from infembed_ray.config.llm import ChatModel, Endpoint, Limits
-from infembed_ray.config.synthesis import Canary, Selection, SynthesizeSettings
+from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import prices
-from infembed_ray.llm.chat import Request, RunFailure
+from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import run_in_thread
-from infembed_ray.llm.dialects import Dialects
 from infembed_ray.llm.endpoint import api_key, missing_key_hint
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.progress import say, track
 from infembed_ray.records.tables import Seed
 from infembed_ray.storage.object_store import convert_errors, is_uri
-from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import Step, folder_of, require_access, require_writable, resolve_input
 from infembed_ray.synthesis import batch_files, templates
-from infembed_ray.synthesis.pipeline import STEPS, model_of, next_request, steps_of
-from infembed_ray.synthesis.sources import SeedSurvey, Source
+from infembed_ray.synthesis.pipeline import STEPS, next_request
+from infembed_ray.synthesis.seeds import SeedReader, SeedSurvey
 
 BATCHES = "batches"
 """Directory of the Batch API's files, in the journal's directory."""
@@ -53,8 +47,6 @@ class Job:
     """Paths and URIs. Paths are absolute, because actors have another working directory."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Key -> why a request must not be sent: no batch answered it (`batches.rest`)."""
-    dialects: Dialects | None = None
-    """Of the models, once this run has asked them."""
 
     @property
     def endpoints(self) -> dict[str, Endpoint]:
@@ -64,7 +56,7 @@ class Job:
     @property
     def has_key(self) -> bool:
         """Whether some endpoint can be asked: its key is set, or it needs none."""
-        names = [None if endpoint.serve else endpoint.api_key_env for endpoint in self.endpoints.values()]
+        names = [endpoint.api_key_env for endpoint in self.endpoints.values()]
         return any(name is None or os.environ.get(name, "").strip() for name in names)
 
     @property
@@ -73,59 +65,32 @@ class Job:
         return self.settings.batches is not None and self.has_key
 
 
-def prepare(settings: SynthesizeSettings) -> tuple[Source, PriceTable, Step]:
+def prepare(settings: SynthesizeSettings) -> tuple[SeedReader, PriceTable, Step]:
     """Open the seeds and the prices, and identify the run.
 
     Raises:
         InputError: seeds, prices or prompts cannot be read, or the output cannot be written.
     """
-    seeds, table, (encoder, names), _ = check_all(
-        lambda: Source(settings),
+    seeds, table, _ = check_all(
+        lambda: SeedReader(settings),
         lambda: prices.load(settings.prices),
-        lambda: _encoder_identity(settings.select),
         lambda: templates.check(settings.prompts),
     )
-    named = {"seeds": seeds.path, "prompts": templates.DIRECTORY, **encoder}
+    named = {"seeds": seeds.path, "prompts": templates.DIRECTORY}
     if settings.prices is not None:
         named["prices"] = resolve_input(settings.prices, "prices")
     if settings.prompts is not None:
         named["own_prompts"] = resolve_input(settings.prompts, "prompts")
-    return seeds, table, Step("synthesize", settings, settings.output, named, names)
+    return seeds, table, Step("synthesize", settings, settings.output, named)
 
 
-def _encoder_identity(selection: Selection | None) -> tuple[dict[str, Place], dict[str, str]]:
-    if selection is None:
-        return {}, {}
-    from infembed_ray.modeling.checkpoint import locate
-
-    found = locate(selection.encoder, "select.encoder")
-    return found.inputs, found.names
-
-
-def _choose(seeds: Source, selection: Selection) -> None:
-    from infembed_ray.modeling.encoder import InstructionEncoder  # imports torch
-
-    encoder = InstructionEncoder.from_pretrained(selection.encoder)
-    with track("select", None) as advance:
-
-        def embed(texts: Sequence[str]) -> np.ndarray:
-            advance(len(texts), "seeds embedded")
-            return encoder.encode_passages(texts, selection.batch_tokens)
-
-        seeds.choose(selection.seeds, embed)
-
-
-def resolve(settings: SynthesizeSettings, seeds: Source, table: PriceTable) -> Job:
-    """Read the seeds once and locate the journals; warn if the prices are old.
+def resolve(settings: SynthesizeSettings, seeds: SeedReader, table: PriceTable) -> Job:
+    """Read the seeds once and locate the journals.
 
     Raises:
         InputError: bad seeds, or a journal that is not there.
     """
-    if warning := table.warning([model.model for model in models(settings).values()], settings.prices, date.today()):
-        say(f"synthesize: {warning}")
     survey = seeds.survey()
-    if settings.select is not None:
-        _choose(seeds, settings.select)
     replay = [each if is_uri(each) else str(resolve_input(each, "replay").absolute()) for each in settings.replay]
     return Job(settings, seeds, survey, table, folder_of(settings, "journal"), replay)
 
@@ -162,11 +127,6 @@ def make_journal(job: Job) -> None:
         job.journal.delete(PROBE)
 
 
-def has_pending_batches(job: Job) -> bool:
-    """Whether batches of an earlier run wait to be collected: their requests must not be asked online."""
-    return isinstance(job.journal, Path) and bool(batch_files.pending(job.journal / BATCHES))
-
-
 def _check_batches(job: Job) -> None:
     if not isinstance(job.journal, Path):
         if job.in_batches:
@@ -184,11 +144,6 @@ def _check_batches(job: Job) -> None:
             api_key(job.settings.endpoint)  # the Batch API is asked only there
         except RunFailure as failure:
             raise InputError(str(failure)) from failure
-    if job.in_batches and job.settings.canary is not None and job.settings.canary.stop and has_pending_batches(job):
-        raise InputError(
-            "canary.stop=true: batches of an earlier run still wait to be collected, and its canary may not ask their requests "
-            "again; set canary=null to go on with that run"
-        )
 
 
 def check_settings(settings: SynthesizeSettings, table: PriceTable) -> None:
@@ -200,9 +155,8 @@ def check_settings(settings: SynthesizeSettings, table: PriceTable) -> None:
     check_all(
         lambda: check_urls(endpoints(settings)),
         lambda: _check_steps(settings),
-        lambda: _check_self_hosted(settings),
         lambda: _check_in_flight(settings),
-        lambda: check_limits(settings.limits, models(settings), table, settings.canary),
+        lambda: check_limits(settings.limits, models(settings), table),
     )
 
 
@@ -228,14 +182,6 @@ def models(settings: SynthesizeSettings) -> dict[str, ChatModel]:
     return {"generator": settings.generator, **cheap, "judge": settings.judge, **steps}
 
 
-def probes(settings: SynthesizeSettings) -> dict[str, Request]:
-    """Return name of a model's setting -> a short request with its parameters; one of those with equal parameters."""
-    requests = [
-        (name, templates.probe(model)) for name, model in (model_of(settings, step) for step in steps_of(settings))
-    ]
-    return dict({request.key: (name, request) for name, request in reversed(requests)}.values())
-
-
 def _check_steps(settings: SynthesizeSettings) -> None:
     faults = [f"steps.{step}: no such step: {nearest(step, STEPS)}" for step in settings.steps if step not in STEPS]
     if faults:
@@ -246,27 +192,6 @@ def _check_in_flight(settings: SynthesizeSettings) -> None:
     shared, actors = settings.limits.in_flight, settings.actors
     if shared is not None and shared < actors:
         raise InputError(f"limits.in_flight={shared}: too few for actors={actors}; set actors={shared}, or raise it")
-
-
-def _check_self_hosted(settings: SynthesizeSettings) -> None:
-    faults = [
-        f"{name}.serve: only endpoint can start a model; leave it out"
-        for name, endpoint in endpoints(settings).items()
-        if endpoint.serve is not None and name != "endpoint"
-    ]
-    served = settings.endpoint.serve
-    if served is not None:
-        asked = {name: model.model for name, model in (model_of(settings, step) for step in steps_of(settings))}
-        faults += [
-            f"{name}.model={model}: endpoint.serve.model={served.model} starts only that model; name it, or start a server "
-            "of your own and give its endpoint.base_url"
-            for name, model in asked.items()
-            if model != served.model
-        ]
-        if settings.batches is not None:
-            faults.append("batches: a self-hosted model (endpoint.serve) has no Batch API; set batches=null")
-    if faults:
-        raise InputError(*faults)
 
 
 def check_urls(named: Mapping[str, Endpoint]) -> None:
@@ -288,10 +213,8 @@ def _is_url(text: str) -> bool:
         return False
 
 
-def check_limits(
-    limits: Limits, asked: Mapping[str, ChatModel], table: PriceTable, canary: Canary | None = None
-) -> None:
-    """A limit in USD needs the price of every model; a budget and tokens a minute need the token limit, too.
+def check_limits(limits: Limits, asked: Mapping[str, ChatModel], table: PriceTable) -> None:
+    """A budget needs the price of every model; like a limit of tokens per minute, it also needs `max_tokens`.
 
     Args:
         asked: name of the setting -> model.
@@ -305,14 +228,11 @@ def check_limits(
         for name, model in asked.items()
         if getattr(limits, limit) is not None and model.max_tokens is None
     ]
-    most_usd = {"limits.budget_usd": limits.budget_usd}
-    if canary is not None:
-        most_usd["canary.max_usd_per_1000_kept"] = canary.max_usd_per_1000_kept
     faults += [
-        f"{limit}={usd:g}: no price is known of {name}.model={model.model}; give its prices in a file and set prices=FILE"
-        for limit, usd in most_usd.items()
+        f"limits.budget_usd={limits.budget_usd:g}: no price is known of {name}.model={model.model}; give its prices in a file and "
+        "set prices=FILE"
         for name, model in asked.items()
-        if usd is not None and table.price(model.model) is None
+        if limits.budget_usd is not None and table.price(model.model) is None
     ]
     if faults:
         raise InputError(*faults)
@@ -333,17 +253,8 @@ def require_all_journaled(job: Job, journal: Journal) -> None:
         )
 
 
-def all_journaled(job: Job) -> bool:
-    """Return whether the journal holds every request, so that no model is asked.
-
-    Raises:
-        InputError: a journal cannot be read.
-    """
-    return not _unanswered(job, open_journal(job.journal, job.replay), most=1)
-
-
-def _unanswered(job: Job, journal: Journal, most: int | None = None) -> Counter[str]:
-    """Return model -> seeds that need a request to it that no journal answers; stop after `most` of them."""
+def _unanswered(job: Job, journal: Journal) -> Counter[str]:
+    """Return model -> seeds that need a request to it that no journal answers."""
     missing: Counter[str] = Counter()
 
     async def rehearse() -> None:
@@ -351,8 +262,6 @@ def _unanswered(job: Job, journal: Journal, most: int | None = None) -> Counter[
             request = await next_request(seed, job.survey.pool, job.settings, journal)
             if request is not None:
                 missing[request.model] += 1
-                if missing.total() == most:
-                    return
 
     try:
         run_in_thread(rehearse())

@@ -1,4 +1,4 @@
-"""The tasks of a run: a file of numbered seeds, one record batch a task."""
+"""The tasks of a run: a file of numbered seeds, one record batch per task, which the coordinator hands out."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import fields
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from infembed_ray.config.llm import Limits
+from infembed_ray.llm import budget
+from infembed_ray.llm.journal_store import JournalPlace
+from infembed_ray.llm.ledger import Ledger
 from infembed_ray.llm.partitions import Partition, route_of
 from infembed_ray.records.tables import Seed
 
@@ -39,3 +44,23 @@ def write_tasks(file: Path, seeds: Iterable[Seed], rows: int, actors: int) -> di
         for partition in list(waiting):
             write(partition)
     return tasks
+
+
+class Coordinator(Ledger):
+    """The ledger of a run. It also hands out the rows of tasks, because other nodes may share no directory.
+
+    Args:
+        tasks: file of `write_tasks`.
+    """
+
+    def __init__(self, limits: Limits, spent_usd: float, journal: JournalPlace, tasks: Path) -> None:
+        super().__init__(limits, spent_usd, note=partial(budget.note_at_most, journal))
+        self._file = tasks
+
+    @cached_property
+    def _tasks(self) -> pa.RecordBatchFileReader:
+        return pa.ipc.open_file(pa.memory_map(str(self._file)))
+
+    def rows(self, task: int) -> pa.RecordBatch:
+        """Return the numbered seeds of a task."""
+        return self._tasks.get_batch(task)

@@ -1,9 +1,7 @@
 """Prompt templates: files with a version, rendered to chat requests.
 
-A prompt file has a front matter with its `version` and the format of its `answer`, then the text of one user message with
-`{fields}`. `sources/<source>/` holds additions for seeds of that source. `shared_prefix/` holds prompts with their texts in
-another order, so that the requests of a row begin alike. The versions are part of the journal's key, so a changed prompt is
-asked again. A user's directory may hold files that replace the bundled ones of the same name.
+A file has a front matter with its `version` and the format of its `answer`, then one user message with `{fields}`. The
+versions are part of the journal's key. A user's directory may hold files that replace the bundled ones of the same name.
 """
 
 from __future__ import annotations
@@ -20,13 +18,12 @@ import yaml
 
 from infembed_ray.config.llm import ChatModel
 from infembed_ray.errors import InputError, in_one_line
-from infembed_ray.llm.chat import PROBE, Malformed, Request
+from infembed_ray.llm.chat import Malformed, Request
 from infembed_ray.llm.structured_output import AnswerFormat
 from infembed_ray.storage.steps import resolve_input
 
 DIRECTORY = Path(__file__).with_name("prompts")
 _SHARED_PREFIX = DIRECTORY / "shared_prefix"
-_PROBE = AnswerFormat("Answer", "<the word yes>")
 _VERSION = re.compile(r"[\w.+-]+")
 _FRONT_MATTER = re.compile(r"---\n(?P<header>.*?)\n---\n(?P<text>.*)", re.DOTALL)
 
@@ -58,19 +55,6 @@ class Template:
             step=step,
             row=row,
         )
-
-
-def probe(model: ChatModel) -> Request:
-    """Return a short request with the parameters of a model, which shows whether an endpoint takes them."""
-    shown = _PROBE.shown(model.structured)
-    return Request(
-        model=model.model,
-        messages=({"role": "user", "content": f"This is a test. Answer in this form:\n\n{shown}"},),
-        parameters=_parameters(model, _PROBE),
-        prompt="probe=1",
-        step=PROBE,
-        row="",
-    )
 
 
 @lru_cache(1024)

@@ -187,7 +187,6 @@ def test_ids_and_answers_may_be_numbers_with_gaps(tmp_path: Path) -> None:
         ({"ann": "6"}, {}, "column ann, item i0: '6' is no answer"),
         ({"source": "web"}, {}, "column source, item i0: 'web' is no answer"),
         ({"passages": {}}, {}, "row 1: passages are missing"),
-        ({}, {"endpoint": {"serve": {"model": "m"}}}, "agreement.endpoint.serve: "),
     ],
 )
 def test_bad_input_is_rejected_before_a_request(

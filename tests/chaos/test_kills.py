@@ -1,14 +1,13 @@
 """SIGKILL at random moments, then resume: nothing is lost, no answered request is repeated, and the output is the same.
 
 By the server's log no request may be answered twice; `answered` means that the client received the answer (see
-tests/support/stand_in_llm.py). No client can keep an answer that was on its way when the client died. Only the endpoint
-can, if it remembers its answers under an `Idempotency-Key`; with that header a request is answered once, whatever dies.
-Without it, a killed process loses what it had received but not yet written to its journal, about a millisecond of work.
+tests/support/stand_in_llm.py). No client can keep an answer that was on its way when the client died: a killed process loses
+what it had received but not yet written to its journal, about a millisecond of work.
 
 A run from the command line has a cluster of its own. Its actors drain after their driver's death, so killing the driver
-repeats no answered request at all. A submitted job runs on a cluster that outlives it and ends its actors at once: without
-the header, what is in flight is asked again. With it, so is a retry after HTTP 500, which has a key of its own. Workers
-outlive their raylet by a second or two, in which they send and journal; the test counts from their end.
+repeats no answered request at all. A submitted job runs on a cluster that outlives it and ends its actors at once: what is
+in flight is asked again. Workers outlive their raylet by a second or two, in which they send and journal; the test counts
+from their end.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
     pytest.mark.timeout(1800),
-    pytest.mark.parametrize("header", ["Idempotency-Key", None]),
     pytest.mark.parametrize("how", ["cli", "job"]),
 ]
 
@@ -89,7 +87,6 @@ class Run:
     seeds: Path
     output: Path
     server: StandIn
-    header: str | None = None
     cluster: Cluster | None = None
     as_job: bool = False
 
@@ -99,7 +96,6 @@ class Run:
             *(f"seeds={self.seeds}", f"output={self.output}", f"in_flight={IN_FLIGHT}", "actors=2"),
             *(f"endpoint.base_url={self.server.url}", "endpoint.api_key_env=null"),
             *("endpoint.timeout_s=5", "endpoint.max_retries=20"),
-            f"endpoint.idempotency_header={self.header or 'null'}",
         ]
         environment: dict[str, str] = {}
         command = [sys.executable, "-m", "infembed_ray.cli", "synthesize"]
@@ -154,18 +150,14 @@ Kill = tuple[float, float]
 """Time of the signal, and time at which all killed processes had ended."""
 
 
-def check(what: str, header: str | None, server: StandIn, kills: list[Kill]) -> None:
+def check(what: str, server: StandIn, kills: list[Kill]) -> None:
     """Check the server's log after some kills."""
     log = server.log()
     answered = server.usable_answers()
     twice = {request for request, times in answered.items() if times > 1}
     ended = dict(Counter(entry["ended"] for entry in log))
-    print(
-        f"\n{what}, header {header}: {len(kills)} kills, {len(answered)} requests answered, {len(twice)} twice; {ended}"
-    )
+    print(f"\n{what}: {len(kills)} kills, {len(answered)} requests answered, {len(twice)} twice; {ended}")
     assert len(kills) == KILLS
-    if header is not None:  # a retry after HTTP 500 has another key than the first request of the next run
-        assert twice <= {entry["request"] for entry in server.log("server_error")}
     assert len(twice) <= 2 * IN_FLIGHT * len(kills)
     usable = server.usable()
     for request in twice:
@@ -195,15 +187,13 @@ def wait_for_writers(journal: Path) -> None:
         time.sleep(0.02)
 
 
-def test_a_driver_killed_at_random_moments(
-    uninterrupted: Rows, seeds: Path, tmp_path: Path, header: str | None, how: str
-) -> None:
-    rng, kills = random.Random(f"driver {header}"), list[Kill]()
+def test_a_driver_killed_at_random_moments(uninterrupted: Rows, seeds: Path, tmp_path: Path, how: str) -> None:
+    rng, kills = random.Random("driver"), list[Kill]()
     with (
         stand_in(**BEHAVIOUR) as server,
         running_cluster() if how == "job" else nullcontext() as cluster,
     ):
-        run = Run(seeds, tmp_path / "out", server, header, cluster, how == "job")
+        run = Run(seeds, tmp_path / "out", server, cluster, how == "job")
         for _ in range(KILLS):
             process = run.start()
             after_random_share(server, rng)
@@ -215,21 +205,19 @@ def test_a_driver_killed_at_random_moments(
             kills.append((sent, time.time()))
             assert process.wait() != 0
         assert run.start().wait() == 0
-        check(f"driver, {how}", header, server, kills)
+        check(f"driver, {how}", server, kills)
         if how == "cli":
             assert max(server.usable_answers().values()) == 1
     assert_agree(rows_of(run.output), uninterrupted)
 
 
-def test_workers_killed_at_random_moments(
-    uninterrupted: Rows, seeds: Path, tmp_path: Path, header: str | None, how: str
-) -> None:
-    rng, kills = random.Random(f"worker {header}"), list[Kill]()
+def test_workers_killed_at_random_moments(uninterrupted: Rows, seeds: Path, tmp_path: Path, how: str) -> None:
+    rng, kills = random.Random("worker"), list[Kill]()
     with (
         stand_in(**BEHAVIOUR) as server,
         running_cluster() if how == "job" else nullcontext() as cluster,
     ):
-        run = Run(seeds, tmp_path / "out", server, header, cluster, how == "job")
+        run = Run(seeds, tmp_path / "out", server, cluster, how == "job")
         process = run.start()
         for _ in range(KILLS):
             after_random_share(server, rng)
@@ -241,17 +229,15 @@ def test_workers_killed_at_random_moments(
                     time.sleep(0.01)
                 kills.append((sent, time.time()))
         assert process.wait() == 0
-        check(f"worker, {how}", header, server, kills)
+        check(f"worker, {how}", server, kills)
     assert_agree(rows_of(run.output), uninterrupted)
 
 
-def test_nodes_killed_at_random_moments(
-    uninterrupted: Rows, seeds: Path, tmp_path: Path, header: str | None, how: str
-) -> None:
-    rng, kills = random.Random(f"node {header}"), list[Kill]()
+def test_nodes_killed_at_random_moments(uninterrupted: Rows, seeds: Path, tmp_path: Path, how: str) -> None:
+    rng, kills = random.Random("node"), list[Kill]()
     with stand_in(**BEHAVIOUR) as server, running_cluster() as cluster:
         nodes = [*cluster.worker_nodes]
-        run = Run(seeds, tmp_path / "out", server, header, cluster, how == "job")
+        run = Run(seeds, tmp_path / "out", server, cluster, how == "job")
         process = run.start()
         for _ in range(KILLS):
             after_random_share(server, rng)
@@ -261,5 +247,5 @@ def test_nodes_killed_at_random_moments(
                 kills.append((sent, time.time() + WORKERS_OUTLIVE_RAYLET_S))
                 nodes.append(cluster.add_node(num_cpus=1, **OBJECT_STORE))
         assert process.wait(timeout=600) == 0
-        check(f"node, {how}", header, server, kills)
+        check(f"node, {how}", server, kills)
     assert_agree(rows_of(run.output), uninterrupted)

@@ -57,7 +57,7 @@ def test_a_lost_node_repeats_only_what_it_had_not_uploaded(
                 command = [
                     *(sys.executable, "-m", "infembed_ray.cli", "synthesize", f"seeds={seeds}", f"output={output}"),
                     *(f"in_flight={IN_FLIGHT}", "actors=2", f"endpoint.base_url={server.url}"),
-                    *("endpoint.api_key_env=null", f"journal_upload.every_s={UPLOAD_EVERY_S}"),
+                    *("endpoint.api_key_env=null", f"journal_upload_s={UPLOAD_EVERY_S}"),
                 ]
                 log = (tmp_path / "driver.log").open("ab")
                 return subprocess.Popen(

@@ -13,9 +13,8 @@ from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm import client
 from infembed_ray.llm.client import ChatClient
 from infembed_ray.llm.journal import Journal
-from infembed_ray.llm.lease import RateLimiter
+from infembed_ray.llm.ledger import Grant, LeaseReport, Ledger, RateLimiter
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import Grant, LeaseReport, Ledger
 from infembed_ray.records.tables import Seed
 from infembed_ray.synthesis.outcome import Outcome
 from infembed_ray.synthesis.pipeline import synthesize

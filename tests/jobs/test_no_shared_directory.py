@@ -154,7 +154,7 @@ def synthesized(stages: Stages, llm: StandIn, tmp_path_factory: pytest.TempPathF
         "judge.model": "stand-in",
         "actors": ACTORS,
         "in_flight": IN_FLIGHT,
-        "journal_upload.every_s": UPLOAD_S,
+        "journal_upload_s": UPLOAD_S,
     }
     return stages.run("synthesize", settings, lambda _: len(llm.log("answered")) > SEEDS * CALLS // 3)
 

@@ -16,9 +16,8 @@ from infembed_ray.llm import client
 from infembed_ray.llm.chat import Completion, Request, RowFailure, RunFailure, Unjournaled, usable_text
 from infembed_ray.llm.client import ChatClient
 from infembed_ray.llm.journal import Journal, replaying
-from infembed_ray.llm.lease import RateLimiter
+from infembed_ray.llm.ledger import Grant, LeaseReport, Ledger, RateLimiter
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import Grant, LeaseReport, Ledger
 from tests.support.chat import passage_request, request, unreadable
 from tests.support.stand_in_answers import BREAKS
 from tests.support.stand_in_llm import REQUEST_FAULTS, StandIn, stand_in
@@ -235,17 +234,6 @@ def test_a_retry_after_beyond_the_patience_ends_the_run_at_once(tmp_path: Path, 
         asyncio.run(ask())
 
 
-def test_with_an_idempotency_header_a_lost_answer_is_not_generated_again(tmp_path: Path) -> None:
-    with stand_in(truncated=0.4) as server:
-        where = endpoint(server, max_retries=20, idempotency_header="Idempotency-Key")
-        first = using(where, tmp_path / "lost", lambda chat: ask_all(chat, QUERIES))
-        again = using(where, tmp_path / "anew", lambda chat: ask_all(chat, QUERIES))
-        log = server.log()
-    assert [each.text for each in first] == [each.text for each in again]
-    made = Counter(entry["request"] for entry in log if entry["ended"] in ("answered", "truncated"))
-    assert set(made.values()) == {1}
-
-
 def test_a_request_that_only_gets_429s_fails_after_its_patience(tmp_path: Path) -> None:
     said = r"HTTP 429: Rate limit reached\.; .*tried \d+ times"
     with stand_in(rate_limited=1.0, retry_after_s=0.05) as server, pytest.raises(RowFailure, match=said):
@@ -373,16 +361,6 @@ def test_another_endpoint_stands_in_for_one_that_breaks(tmp_path: Path, breaks: 
     assert len(got) == 60
 
 
-def test_endpoints_share_the_requests_by_weight(tmp_path: Path) -> None:
-    queries = [passage_request(f"query {number}") for number in range(400)]
-    with stand_in() as light, stand_in() as heavy:
-        where = [endpoint(light), endpoint(heavy, weight=3.0)]
-        using(where, tmp_path, lambda chat: ask_all(chat, queries))
-        counts = len(light.log("answered")), len(heavy.log("answered"))
-    assert sum(counts) == 400
-    assert 60 <= counts[0] <= 140  # 100 expected, standard deviation 9
-
-
 @pytest.mark.parametrize(
     "fault", [{"server_error": 1.0}, {"dropped": 1.0}, {"rate_limited": 1.0, "retry_after_s": 30}], ids=str
 )
@@ -425,9 +403,8 @@ def test_azure_requests_have_deployment_version_and_api_key(tmp_path: Path, monk
                 str(server.make_url("/")),
                 api_key_env="AZURE_KEY",
                 api_version="2024-10-21",
-                deployments={"small": "o p"},
             )
-            return await within(where, tmp_path, lambda chat: chat.complete(QUERIES[0]))
+            return await within(where, tmp_path, lambda chat: chat.complete(passage_request("tea", "o p")))
 
     assert asyncio.run(ask()).text == "yes"
     assert seen == [("/openai/deployments/o%20p/chat/completions?api-version=2024-10-21", "mine", None)]
@@ -456,23 +433,6 @@ def test_the_budget_includes_answers_that_never_arrive(tmp_path: Path) -> None:
         assert spent_usd(server) <= 0.02
         assert answered == len(server.log("answered")) == len(Journal(tmp_path))
     assert answered > 20
-
-
-@pytest.mark.slow  # on a starved machine a request arrives later than ARRIVAL allows; test_rate_limits simulates the time
-@pytest.mark.parametrize(
-    "bounds", [Limits(requests_per_minute=1200, window_s=2), Limits(tokens_per_minute=60_000, window_s=2)]
-)
-def test_no_window_exceeds_its_limit_by_the_servers_count(tmp_path: Path, bounds: Limits) -> None:
-    queries = [passage_request(f"query {number}") for number in range(130)]
-    with stand_in(latency_s=0.01, jitter_s=0.02) as server:
-        using(endpoint(server), tmp_path, lambda chat: ask_all(chat, queries), bounds=bounds)
-        log = sorted(server.log(), key=lambda entry: entry["arrived"])
-    amounts = [1 if bounds.requests_per_minute else e["prompt_tokens"] + e["completion_tokens"] for e in log]
-    allowed = (bounds.requests_per_minute or bounds.tokens_per_minute or 0) * bounds.window_s / 60
-    for first, entry in enumerate(log):
-        within = [at for at, other in enumerate(log) if 0 <= other["arrived"] - entry["arrived"] < bounds.window_s]
-        assert sum(amounts[at] for at in within) <= allowed, first
-    assert log[-1]["arrived"] - log[0]["arrived"] > bounds.window_s
 
 
 def test_requests_in_flight_are_bounded(tmp_path: Path) -> None:

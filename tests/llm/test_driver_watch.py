@@ -11,9 +11,8 @@ from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import ChatClient
 from infembed_ray.llm.driver_watch import DriverWatch, Process, this_process
 from infembed_ray.llm.journal import Journal, has_writer, segments
-from infembed_ray.llm.lease import RateLimiter
+from infembed_ray.llm.ledger import Grant, LeaseReport, Ledger, RateLimiter
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.rate_limits import Grant, LeaseReport, Ledger
 from tests.support.chat import passage_request
 from tests.support.stand_in_llm import StandIn, stand_in
 

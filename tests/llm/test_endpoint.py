@@ -1,10 +1,13 @@
+import email.utils
 import json
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from multidict import CIMultiDict
 
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.llm.chat import RunFailure
@@ -15,6 +18,7 @@ from infembed_ray.llm.endpoint import (
     error_message,
     list_models,
     parse_completion,
+    retry_after_s,
 )
 
 
@@ -171,3 +175,21 @@ def test_an_interrupted_answer_is_asked_again() -> None:
     body = {"choices": [{"message": {"content": "ha"}, "finish_reason": "error"}]}
     with pytest.raises(ServerError, match="finish_reason=error"):
         parse_completion(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        ({}, 0),
+        ({"Retry-After": "1.5"}, 1.5),
+        ({"Retry-After": "-3"}, 0),
+        ({"Retry-After": "inf"}, 0),
+        ({"Retry-After": "soon"}, 0),
+        ({"retry-after-ms": "250", "Retry-After": "1"}, 0.25),
+        ({"retry-after-ms": "x", "Retry-After": "1"}, 1),
+        ({"Retry-After": email.utils.formatdate(time.time() + 3600, usegmt=True)}, 3600),
+        ({"Retry-After": email.utils.formatdate(time.time() - 3600, usegmt=True)}, 0),
+    ],
+)
+def test_a_refusal_says_how_long_to_wait(header: dict[str, str], expected: float) -> None:
+    assert retry_after_s(CIMultiDict(header)) == pytest.approx(expected, abs=600 if expected > 60 else 0)

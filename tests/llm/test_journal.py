@@ -1,12 +1,10 @@
 import asyncio
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import tracemalloc
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -140,23 +138,6 @@ def test_a_refresh_finds_what_others_appended_since(tmp_path: Path) -> None:
     assert text_of(journal, "b") == "answer to b"
 
 
-@pytest.mark.integration
-def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    texts = [[f"{writer}-{number}" for number in range(150)] for writer in range(3)]
-    writers = [context.Process(target=write, args=(tmp_path, *mine)) for mine in texts]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        journal = Journal(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 3
-    assert all(text_of(journal, text) == f"answer to {text}" for mine in texts for text in mine)
-
-
 _WRITE_UNTIL_KILLED = """
 import asyncio, sys
 from pathlib import Path
@@ -220,24 +201,6 @@ def test_a_completion_is_on_disk_before_it_is_used_and_appends_share_syncs(
     assert 1 < len(synced) < 50
 
 
-@pytest.mark.integration
-def test_memory_does_not_grow_with_the_length_of_responses(tmp_path: Path) -> None:
-    def memory(length: int) -> int:
-        file = tmp_path / f"{length}.jsonl"
-        file.write_bytes(b"".join(encode(request(str(n)), completion("x" * length)) for n in range(300)))
-        tracemalloc.start()
-        try:
-            journal = Journal(tmp_path / "own", [file])
-            assert len(journal) == 300
-            return tracemalloc.get_traced_memory()[0]
-        finally:
-            tracemalloc.stop()
-
-    memory(1)  # what is allocated once
-    # The least of three: tracemalloc also counts what another thread of this process allocates meanwhile.
-    assert min(memory(20_000) for _ in range(3)) < memory(20) + 50_000
-
-
 def test_a_journal_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     journal = Journal(tmp_path / "file" / "journal")
@@ -262,29 +225,6 @@ def test_a_segment_that_cannot_be_read_ends_the_run(tmp_path: Path) -> None:
     unreadable(*tmp_path.glob("*.jsonl"))
     with pytest.raises(RunFailure, match=r"journal=.*cannot be read \(Is a directory"):
         journal.get(request("a").key)
-
-
-def test_a_segment_that_cannot_be_indexed_again_ends_the_run(tmp_path: Path) -> None:
-    write(tmp_path, "a")
-    (merged,) = tmp_path.glob("*.jsonl")
-    journal = Journal(tmp_path)
-    merged.unlink()
-    unreadable(tmp_path / "other.jsonl")
-    with pytest.raises(RunFailure, match="cannot be read"):
-        journal.get(request("a").key)
-
-
-def test_a_process_whose_own_segment_was_removed_cannot_read_it(tmp_path: Path) -> None:
-    async def append_and_get() -> None:
-        journal = Journal(tmp_path)
-        await journal.append(request(), completion("x"))
-        for segment in tmp_path.iterdir():
-            segment.unlink()
-        with pytest.raises(RunFailure, match=r"cannot be read \(No such file"):
-            journal.get(request().key)
-        journal.close()
-
-    asyncio.run(append_and_get())
 
 
 def test_a_process_whose_segment_was_removed_ends_the_run(tmp_path: Path) -> None:

@@ -41,16 +41,6 @@ def test_cached_tokens_have_their_own_price_but_not_in_a_batch() -> None:
     assert table.usd("old", answer) == pytest.approx(1.0)
 
 
-def test_old_prices_are_named_with_their_file_and_setting() -> None:
-    day = datetime.date(2026, 4, 1)  # 90 days later
-    assert TABLE.warning(["small"], "own.yaml", day) is None
-    warning = TABLE.warning(["small"], "own.yaml", day + datetime.timedelta(1))
-    assert warning is not None
-    assert warning.startswith("prices=own.yaml: the prices of own.yaml are of 2026-01-01, 91 days old")
-    assert TABLE.warning(["free"], None, day + datetime.timedelta(1)) is None
-    assert replace(TABLE, as_of="last year").warning(["small"], None, day) is None
-
-
 def test_a_price_file_overrides_the_bundled_prices(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("as_of: 2026-10-01\nmodels:\n  my-model: [1.0, 2.0, 0.5]\n  gpt-4o-mini: [0.1, 0.2]\n")

@@ -32,7 +32,6 @@ from tests.serving.indexes import publish_index
 from tests.support.files import write_jsonl
 from tests.support.object_store import upload
 from tests.support.ports import free_port
-from tests.support.stand_in_llm import stand_in
 from tests.synthesis.runs import ROWS
 from tests.training.test_collate import record
 
@@ -103,21 +102,6 @@ def test_all_mistakes_of_a_synthesis_are_printed_with_its_price(shown, tmp_path:
     assert [line.split()[2].split("=")[0] for line in err] == [
         "endpoint.base_url", "limits.tokens_per_minute", "limits.tokens_per_minute", "distractors",
     ]  # fmt: skip
-
-
-def test_the_endpoint_is_asked_only_on_request(shown, tmp_path: Path) -> None:
-    seeds = write_jsonl(tmp_path / "seeds.jsonl", ROWS)
-    command = ["synthesize", f"seeds={seeds}", f"output={tmp_path}/out", *BOUNDED, "endpoint.api_key_env=null"]
-    unreachable = f"endpoint.base_url=http://127.0.0.1:{free_port()}/v1"
-    assert shown(*command, unreachable)[0] == 0
-    status, _, err = shown(*command, unreachable, "--endpoint")
-    assert status == 2
-    assert "cannot be reached (" in err[0]
-    with stand_in() as server:
-        status, out, err = shown(*command, f"endpoint.base_url={server.url}", "--endpoint")
-        assert not server.log()
-    assert (status, err) == (0, [])
-    assert f"endpoint {server.url} answers" in out
 
 
 def test_a_training_shows_steps_memory_and_disk(shown, training: list[str], tmp_path: Path) -> None:

@@ -162,10 +162,11 @@ class Batches:
         fault = draw(how, ("batch_fault",), random.Random(f"{how.seed}/{digest}/{batch_id}"))
         always = draw(how, REQUEST_FAULTS, random.Random(f"{how.seed}/{digest}"))
         status, said = 200, {}
-        if fault or always == "bad_request" or self._refused(body):
+        refused = self._refused(body)
+        if fault or always == "bad_request" or refused:
             status = 500 if fault else 400
             code = "server_error" if fault else "invalid_request_error"
-            said = {"error": {"message": "Not answered.", "type": "error", "code": code}}
+            said = {"error": {"message": "Not answered.", "type": "error", "code": code, "param": refused}}
         else:
             said = how.completion(body, always)
             self._answered += 1

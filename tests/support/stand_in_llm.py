@@ -9,7 +9,6 @@ has one line per request that says how it ended:
     probed       a short request with a model's parameters was answered, before the run's own requests
     answered     the client received all of the answer
     undelivered  the answer was sent, but the client died or disconnected before it received all of it
-    remembered   the answer to an `Idempotency-Key` that was answered before
     abandoned    the client disconnected before there was an answer; the server then stops working on it
     ...          name of the fault
 
@@ -71,7 +70,6 @@ class _Server(Batches):
         self._requests = count()
         self._used = (0.0, time.monotonic())
         """Requests of the limited model that have not refilled, and when that was so."""
-        self._remembered: dict[str, str] = {}
         self._sent: dict[asyncio.BaseTransport, int] = {}
         """Connection -> number of the last request answered on it, until the client has certainly received the answer."""
 
@@ -144,7 +142,7 @@ class _Server(Batches):
         try:
             how, response = await self._answer(request, body, digest)
             response.headers.update(request.get("headers", {}))
-            if how in ("answered", "remembered"):
+            if how == "answered":
                 transport = request.transport
                 await response.prepare(request)
                 await response.write_eof()
@@ -221,15 +219,10 @@ class _Server(Batches):
         always = fault if fault in (*UNUSABLE, *UNMENDABLE, *READABLE) else always
         if always == "bad_request" or body["model"] == how.refused_model:
             return "bad_request", error_response(400, "This request is not acceptable.", "invalid_request_error")
-        key = request.headers.get("Idempotency-Key")
-        if key is not None and key in self._remembered:
-            return "remembered", web.Response(text=self._remembered[key], content_type="application/json")
         response = how.completion(body, always)
         request["usage"] = response["usage"]
         request["usage"] = {**request["usage"], "fault": always or fault}
         text = distorted(response, body, how, always == "unreadable")
-        if key is not None:
-            self._remembered[key] = text
         if fault == "truncated":
             return fault, web.Response(text=text[: len(text) // 2], content_type="application/json")
         if fault == "wrong_charset":

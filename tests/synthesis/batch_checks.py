@@ -8,7 +8,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -91,24 +90,18 @@ def kill_when(server: StandIn, directory: Path, ready: Callable[[], bool]) -> No
 
 
 def stages(directory: Path) -> list[str]:
-    found = []
+    states = []
     for path in sorted((directory / "batches").glob("*.json")):
-        with contextlib.suppress(FileNotFoundError):  # a batch that was cut into smaller ones
-            found.append(json.loads(path.read_text())["stage"])
-    return found
+        with contextlib.suppress(FileNotFoundError):  # a batch that was collected meanwhile
+            states.append(json.loads(path.read_text())["stage"])
+    return states
 
 
-def failure(given: SynthesizeSettings, directory: Path) -> str:
+def failure(given: SynthesizeSettings, directory: Path, spent_usd: float = 0.0) -> str:
     with pytest.raises(RunFailure) as error:
-        fill(given, directory)
+        fill(given, directory, spent_usd)
     assert "\n" not in str(error.value)
     return str(error.value)
-
-
-def batched(directory: Path) -> Counter[str]:
-    """Return, for each request without an answer, how many batches it was in."""
-    states = [json.loads(path.read_text()) for path in (directory / "batches").glob("*.json")]
-    return Counter(key for state in states for key in {**state["unanswered"], **state["refused"]})
 
 
 def most_enqueued(server: StandIn) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from infembed_ray.synthesis.audit import JudgeAudit, described
-from infembed_ray.synthesis.forecast import wilson
+from infembed_ray.synthesis.audit import JudgeAudit, described, wilson
 from infembed_ray.synthesis.outcome import Outcome, Spend
 
 

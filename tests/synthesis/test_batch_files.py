@@ -5,30 +5,22 @@ from pathlib import Path
 import pytest
 
 from infembed_ray.llm.chat import Completion, Request, RowFailure, RunFailure
-from infembed_ray.synthesis.batch_files import LEFT_OUT, Batch, Fault, leaving_out, pending, read_answers
+from infembed_ray.synthesis.batch_files import LEFT_OUT, NoAnswer, RequestBatch, leaving_out, pending, read_answers
 from tests.support.chat import request
 
 
 def test_a_batch_is_read_as_it_was_prepared_and_is_pending_until_it_is_collected(tmp_path: Path) -> None:
     requests = [request(text, row=text) for text in "ab"]
-    batch = Batch.prepare(tmp_path, "http://here/v1", requests, 0.5)
+    batch = RequestBatch.prepare(tmp_path, "http://here/v1", requests, 0.5)
     file = batch.path("json")
-    assert Batch.load(file) == batch
+    assert RequestBatch.load(file) == batch
     assert list(batch.read()) == requests
-    for stage, is_pending in (("prepared", False), ("submitting", True), ("submitted", True), ("collected", False)):
+    for stage, is_pending in (("prepared", False), ("submitting", True), ("submitted", True)):
         batch.save(stage=stage)
-        assert Batch.load(file).stage == stage
+        assert RequestBatch.load(file).stage == stage
         assert pending(tmp_path) == ([file] if is_pending else [])
     batch.discard()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_state_file_of_release_0_1_0_is_read(tmp_path: Path) -> None:
-    batch = Batch.prepare(tmp_path, "http://here/v1", [request("a")], 0.5)
-    state = json.loads(batch.path("json").read_text())
-    old = {name: state[name] for name in state if name not in ("model", "tokens", "refused")}
-    batch.path("json").write_text(json.dumps({**old, "unanswered": ["key"]}))
-    assert Batch.load(batch.path("json")).unanswered == {"key": "no answer"}
 
 
 def test_a_request_that_batches_left_unanswered_is_never_sent() -> None:
@@ -61,8 +53,8 @@ def test_an_unreadable_line_leaves_only_its_own_request_unanswered(tmp_path: Pat
     good = answers["good"]
     assert (good.text, good.prompt_tokens, good.batched) == ("half ?", 0, True)
     assert faults == {
-        "odd": Fault("HTTP 400", refused=True),
-        "bare": Fault("the response is no chat completion (cut short?)", refused=False),
+        "odd": NoAnswer("HTTP 400", refused=True, body=b'{"error": "no"}'),
+        "bare": NoAnswer("the response is no chat completion (cut short?)"),
     }
 
 

@@ -10,6 +10,7 @@ from infembed_ray.config.llm import Endpoint
 from infembed_ray.errors import InputError
 from infembed_ray.records import tables
 from infembed_ray.storage.steps import Published
+from infembed_ray.synthesis import batch_api
 from infembed_ray.synthesis.distributed import run
 from tests.support.stand_in_llm import StandIn, stand_in
 from tests.synthesis.batch_checks import kill_when, stages
@@ -36,11 +37,12 @@ def rows_but_prices(published: Published) -> list[list[dict[str, Any]]]:
 
 @pytest.mark.ray
 def test_a_run_in_batches_publishes_the_same_rows_and_pays_for_nothing_twice(
-    ray_cluster: None, seeds_file: Path, tmp_path: Path
+    ray_cluster: None, seeds_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(batch_api, "ATTEMPTS", 1)
     faults = {"batch_expired": 0.5, "batch_fault": 0.1, "bad_request": 0.01}
     with stand_in(mistaken=MISTAKEN, **faults) as server:
-        batches = {"attempts": 1, "rest": "online"}
+        batches = {"rest": "online"}
         given = settings(server, seeds=str(seeds_file), output=str(tmp_path / "online"), batches=batches)
         online = run(given.model_copy(update={"batches": None}))
     with stand_in(mistaken=MISTAKEN, **faults) as server:
@@ -58,10 +60,11 @@ def test_a_run_in_batches_publishes_the_same_rows_and_pays_for_nothing_twice(
 
 @pytest.mark.ray
 def test_a_run_in_batches_makes_dead_letters_of_the_rest_and_asks_nothing_online(
-    ray_cluster: None, seeds_file: Path, tmp_path: Path
+    ray_cluster: None, seeds_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(batch_api, "ATTEMPTS", 1)
     with stand_in(batch_expired=0.1) as server:
-        batches = {"attempts": 1, "rest": "dead_letter"}
+        batches = {"rest": "dead_letter"}
         given = settings(server, seeds=str(seeds_file), output=str(tmp_path / "out"), batches=batches)
         done = run(given.model_copy(update={"max_dead_letters": 1.0}))
         assert all("batch" in entry for entry in server.log("answered"))

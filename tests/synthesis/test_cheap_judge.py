@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from infembed_ray.records.tables import SCENARIOS
 from infembed_ray.synthesis.circuit_breaker import CircuitBreaker
 from infembed_ray.synthesis.judge import ORDER
 from infembed_ray.synthesis.outcome import Outcome, Spend
-from infembed_ray.synthesis.pipeline import STEPS, synthesize
+from infembed_ray.synthesis.pipeline import synthesize
 from tests.support import stand_in_answers
 from tests.synthesis.scripted_model import JUDGING, POOL, SEED, WRITING, Model, outcome
 from tests.synthesis.test_pipeline import _number_of
@@ -122,40 +121,6 @@ def test_the_seed_draws_the_audits_in_their_share() -> None:
     assert first == audited(0) != audited(1)
 
 
-@pytest.mark.parametrize(("stubborn", "settled"), [(0.0, 0.8 * 0.8), (0.5, 0.9**3), (1.0, 0.8)])
-def test_verdicts_are_settled_as_often_as_the_error_rate_predicts(stubborn: float, settled: float) -> None:
-    """Every passage is good, so a verdict is settled if neither answer is wrong: (1 - e stubborn)(1 - e (1 - stubborn))^2."""
-    behaviour = stand_in_answers.Behaviour(mistaken_models="gpt-4o-mini=0.2", stubborn=stubborn)
-    model = Model()
-    for step in CHEAP:
-        model.answers[step] = lambda request: behaviour.completion(request.body, None)["choices"][0]["message"][
-            "content"
-        ]
-    by: Counter[str] = Counter()
-    for number in range(200):
-        row = outcome(
-            model, settings(), replace(SEED, id=str(number), query=f"how do bees make honey in year {number}")
-        )
-        assert row.kind == "kept"
-        by.update(row.row["provenance"]["judged_by"].values())
-    assert by.total() == 600
-    assert by["cheap_judge"] / 600 == pytest.approx(settled, abs=3 * (settled * (1 - settled) / 600) ** 0.5)
-
-
-def test_a_replayed_run_asks_nothing_again() -> None:
-    journal: dict[str, Completion] = {}
-    model = Model(cheap_judge_positive=wrong_at(2))
-
-    async def remember(request: Request) -> Completion:
-        if request.key not in journal:
-            journal[request.key] = await model(request)
-        return journal[request.key]
-
-    rows = [asyncio.run(synthesize(SEED, POOL, settings(0.5), remember)) for _ in range(2)]
-    assert rows[0] == rows[1]
-    assert len(model.calls) == len(journal)
-
-
 @pytest.mark.parametrize("audit", [0.0, 1.0])
 def test_a_row_killed_after_each_answer_resumes_from_the_journal_and_pays_for_nothing_twice(
     tmp_path: Path, audit: float
@@ -169,11 +134,11 @@ def test_a_row_killed_after_each_answer_resumes_from_the_journal_and_pays_for_no
         journal = Journal(tmp_path)
 
         async def complete(request: Request) -> Completion:
-            known = journal.get(*request.keys)
-            if known is None:
+            completion = journal.get(*request.keys)
+            if completion is None:
                 await journal.append(request, await model(request))
                 raise RunFailure("killed")
-            return known
+            return completion
 
         try:
             return await synthesize(SEED, POOL, given, complete)
@@ -219,7 +184,3 @@ def test_a_cheap_judge_that_fails_always_stops_the_run_with_its_setting() -> Non
         breaker.add(Outcome("dead_letter", row, Spend(), Spend()))
     assert breaker.failure is not None
     assert breaker.failure.startswith("cheap_judge.model=gpt-4o-mini: step cheap_judge_negative_query")
-
-
-def test_the_steps_of_both_judges_are_in_the_order_in_which_they_are_asked() -> None:
-    assert [step for step in STEPS if "judge" in step] == [*CHEAP, *JUDGING, "judge_complement"]

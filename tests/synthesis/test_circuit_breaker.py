@@ -55,7 +55,7 @@ def test_failures_at_earlier_steps_do_not_reset_the_count_of_a_later_step() -> N
     breaker = CircuitBreaker(SETTINGS, alike=3)
     for _ in range(2):
         breaker.add(ended("dead_letter", "judge_positive"))
-    for step in ("seed", "query_negative", "seed"):
+    for step in ("instruction_positive", "query_negative", "instruction_positive"):
         assert breaker.add(ended("dead_letter", step)) is None
     assert breaker.add(ended("dead_letter", "judge_positive")) is not None
 

@@ -57,12 +57,11 @@ def test_the_price_is_that_of_the_list(seeds: Path, tmp_path: Path) -> None:
     assert other.usd == pytest.approx(other.prompt_tokens * 5 / 1e6)
 
 
-def test_batches_cost_half_but_for_the_seeds_of_a_canary(seeds: Path, tmp_path: Path) -> None:
+def test_batches_cost_half(seeds: Path, tmp_path: Path) -> None:
     local = {**BOUNDED, "endpoint": {"api_key_env": None}}
     online = estimated(seeds, tmp_path, **local).usd
     assert online is not None
     assert estimated(seeds, tmp_path, **local, batches={}).usd == pytest.approx(online / 2)
-    assert estimated(seeds, tmp_path, **local, batches={}, canary={"seeds": 16}).usd == pytest.approx(online * 5 / 8)
 
 
 def test_without_a_bound_or_a_price_there_is_no_figure(seeds: Path, tmp_path: Path) -> None:

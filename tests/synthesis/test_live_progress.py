@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from infembed_ray.config.llm import Limits
-from infembed_ray.llm.rate_limits import Ledger, LedgerStats, Traffic
+from infembed_ray.llm.ledger import Ledger, LedgerStats, Traffic
 from infembed_ray.synthesis.live_progress import live_progress
 from tests.support.waiting import wait_until
 
@@ -37,14 +35,3 @@ def test_the_note_has_forecast_and_load_and_a_warning_is_printed_once(
     assert all(note.startswith("70% kept; ") for note in notes[:2])
     assert notes[-1] == "70% kept"
     assert capsys.readouterr().out == "synthesize: slow\n"
-
-
-@pytest.mark.integration
-def test_the_updates_end_with_a_lost_coordinator() -> None:
-    asked: list[Any] = []
-    with live_progress(lambda: asked.append(1), lambda: "70% kept", None, lambda *_, **__: None):
-        deadline = time.monotonic() + 30
-        while not asked and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(1.2)
-    assert len(asked) == 1

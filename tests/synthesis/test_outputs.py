@@ -65,16 +65,6 @@ def test_figures_separate_paid_from_replayed_calls(tmp_path: Path) -> None:
     }
 
 
-def test_the_funnel_starts_with_seeds_that_lack_a_text(tmp_path: Path) -> None:
-    lacking = Outcome("dead_letter", {"id": "empty", "step": "seed", "error": "its query is empty"}, Spend(), Spend())
-    with Outputs(tmp_path, TABLE) as files:
-        files.add(0, lacking)
-        files.add(1, outcome(1, "kept"))
-    funnel = files.facts()["funnel"]
-    assert next(iter(funnel.items())) == ("seed", {"reached": 2, "rejected": 0, "dead_letter": 1})
-    assert {step["reached"] for name, step in funnel.items() if name != "seed"} == {1}
-
-
 def test_one_unknown_price_makes_the_runs_price_unknown(tmp_path: Path) -> None:
     with Outputs(tmp_path, TABLE) as files:
         files.add(0, outcome(0, "kept"))

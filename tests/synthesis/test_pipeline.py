@@ -90,14 +90,6 @@ def test_equal_seeds_send_equal_requests_and_give_equal_outcomes() -> None:
     assert one.asked == two.asked
 
 
-def test_another_random_seed_changes_only_the_judges_requests() -> None:
-    one, two = Model(), Model()
-    outcome(one)
-    outcome(two, SETTINGS.model_copy(update={"seed": 1}))
-    changed = [step for step in one.asked if one.asked[step].key != two.asked[step].key]
-    assert changed == JUDGING
-
-
 def test_later_steps_see_only_the_first_line() -> None:
     model = Model(instruction_positive="Instruction: For keepers, nothing else.\nThis works because...")
     row = outcome(model).row
@@ -270,31 +262,11 @@ def test_an_instruction_that_does_not_name_the_language_is_rejected(step: str) -
     assert got.row["reason"] == "does not name the programming language cpp"
 
 
-def test_only_metamaths_instruction_prompts_ask_for_a_strategy() -> None:
-    model = Model()
-    outcome(model, seed=replace(SEED, source="MetaMath"))
-    assert [step for step in model.asked if "strategy" in model.prompt(step)] == WRITING[:2]
-
-
 def test_the_prompt_version_names_only_prompts_that_were_asked() -> None:
     model = Model(instruction_negative=RowFailure("no"))
     named = outcome(model).row["provenance"]["prompt_version"]
     assert named == "instruction_generation=1 instruction_poisoning=1"
     assert " ".join(sorted({call.prompt for call in model.calls})) == named
-
-
-def test_a_label_without_a_passage_is_malformed() -> None:
-    got = outcome(Model(hard_negative_document_2="Passage:\n"))
-    assert (got.kind, got.row["step"]) == ("dead_letter", "hard_negative_document_2")
-
-
-@pytest.mark.parametrize("name", ["query", "passage"])
-def test_a_seed_with_an_empty_text_is_a_dead_letter_without_requests(name: str) -> None:
-    model = Model()
-    got = asyncio.run(synthesize(replace(SEED, **{name: " "}), POOL, SETTINGS, model))
-    row = fits(got.row, tables.DEAD_LETTER)
-    assert (got.kind, row["step"], row["error"]) == ("dead_letter", "seed", f"its {name} is empty")
-    assert model.asked == {}
 
 
 def test_a_run_failure_is_passed_on() -> None:
@@ -340,14 +312,6 @@ def test_a_step_can_have_its_own_model_and_prices(tmp_path: Path) -> None:
     assert "response_format" in model.asked["judge_positive"].parameters
     usd = 4 * (1000 * 0.15 + 100 * 0.60) / 1e6 + 2 * (1000 * 1.10 + 100 * 4.40) / 1e6 + 2 * (1000 * 2 + 100 * 3) / 1e6
     assert got.row["provenance"]["usd"] == pytest.approx(usd)
-
-
-def test_an_unknown_model_has_an_unknown_cost() -> None:
-    settings = SynthesizeSettings.from_mapping({"seeds": "", "output": "", "generator": {"model": "home-made"}})
-    got = outcome(Model(), settings)
-    assert got.row["provenance"]["usd"] is None
-    assert got.paid.usd is None
-    assert got.paid.prompt_tokens == 8000
 
 
 def test_an_unexpected_exception_makes_a_dead_letter_with_its_traceback() -> None:

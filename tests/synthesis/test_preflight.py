@@ -1,4 +1,3 @@
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,9 @@ from infembed_ray.errors import InputError
 from infembed_ray.llm import prices
 from infembed_ray.llm.journal import Journal
 from infembed_ray.quickstart import sample
-from infembed_ray.synthesis.batch_files import Batch
-from infembed_ray.synthesis.preflight import check, prepare, probes, require_all_journaled, resolve
-from infembed_ray.synthesis.sources import Source
-from tests.modeling import backbones
-from tests.support.chat import request, unreadable
+from infembed_ray.synthesis.preflight import check, require_all_journaled, resolve
+from infembed_ray.synthesis.seeds import SeedReader
+from tests.support.chat import unreadable
 from tests.synthesis.runs import settings
 
 BOUNDED = {"generator": {"model": "gpt-4o-mini", "max_tokens": 150}, "judge": {"model": "o4-mini", "max_tokens": 50}}
@@ -21,7 +18,7 @@ BOUNDED = {"generator": {"model": "gpt-4o-mini", "max_tokens": 150}, "judge": {"
 
 def one_line(given: SynthesizeSettings) -> str:
     with pytest.raises(InputError) as error:
-        check(resolve(given, Source(given), prices.load(given.prices)))
+        check(resolve(given, SeedReader(given), prices.load(given.prices)))
     message = str(error.value)
     assert "\n" not in message
     return message
@@ -58,7 +55,7 @@ def test_an_unreadable_journal_is_named_in_one_line(tmp_path: Path) -> None:
     unreadable(replayed)
     models = {"generator": {"model": "bundled-sample"}, "judge": {"model": "bundled-sample"}}
     given = settings(sample.SEEDS, tmp_path / "out", **models)
-    job = resolve(given, Source(given), prices.load())
+    job = resolve(given, SeedReader(given), prices.load())
     with pytest.raises(InputError, match=r"^journal=.*cannot be read \(Is a directory\)$"):
         require_all_journaled(job, journal)
 
@@ -88,18 +85,8 @@ def test_batches_need_a_journal_on_a_disk(bucket: str, seeds: Path, tmp_path: Pa
     given = settings(seeds, tmp_path / "out", **stored, batches={})
     assert f"batches: the state of batches needs a directory, and journal={bucket}/journal is in" in one_line(given)
     given = settings(seeds, tmp_path / "out", **stored)
-    check(resolve(given, Source(given), prices.load()))
+    check(resolve(given, SeedReader(given), prices.load()))
     assert "journal=s3://nowhere" in one_line(settings(seeds, tmp_path / "out", journal="s3://nowhere/journal"))
-
-
-def test_a_canary_that_must_end_the_run_does_not_pass_over_pending_batches(seeds: Path, tmp_path: Path) -> None:
-    (tmp_path / "journal" / "batches").mkdir(parents=True)
-    Batch.prepare(tmp_path / "journal" / "batches", "http://here/v1", [request("a")], 0.5).save(stage="submitted")
-    values = {"journal": str(tmp_path / "journal"), "endpoint": {"api_key_env": None}, "batches": {}}
-    stopping = settings(seeds, tmp_path / "out", **values, canary={"stop": True})
-    assert "canary.stop=true: batches of an earlier run still wait to be collected" in one_line(stopping)
-    going_on = settings(seeds, tmp_path / "out", **values, canary={})
-    check(resolve(going_on, Source(going_on), prices.load()))
 
 
 def test_batches_need_the_key_of_their_own_endpoint(
@@ -107,19 +94,6 @@ def test_batches_need_the_key_of_their_own_endpoint(
 ) -> None:
     given = settings(seeds, tmp_path / "out", batches={}, more_endpoints=[{"api_key_env": None}])
     assert "endpoint.api_key_env=OPENAI_API_KEY: not set" in one_line(given)
-
-
-def test_only_models_of_steps_that_are_asked_are_probed(seeds: Path, tmp_path: Path) -> None:
-    steps = {"cheap_judge_positive": {"model": "one"}, "judge_complement": {"model": "other"}}
-    asked = {**BOUNDED, "steps": steps}
-    assert set(probes(settings(seeds, tmp_path, **asked))) == {"generator", "judge"}
-    asked |= {"cheap_judge": {"model": "cheap"}, "complement": True}
-    assert set(probes(settings(seeds, tmp_path, **asked))) == {
-        "generator",
-        "judge",
-        "cheap_judge",
-        *(f"steps.{s}" for s in steps),
-    }
 
 
 def test_limits_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch, seeds: Path, tmp_path: Path) -> None:
@@ -130,37 +104,9 @@ def test_limits_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch,
     assert "judge.max_tokens=null puts no bound" in refused(**{**BOUNDED, "judge": {"model": "o4-mini"}}, **budget)
     unknown = {**BOUNDED, "judge": {"model": "my-own", "max_tokens": 9}}
     assert "no price is known of judge.model=my-own" in refused(**unknown, **budget)
-    unpriced = refused(cheap_judge={"model": "my-own"}, canary={"max_usd_per_1000_kept": 3})
-    assert "canary.max_usd_per_1000_kept=3: no price is known of cheap_judge.model=my-own" in unpriced
     assert "cheap_judge.max_tokens=null puts no bound" in refused(**BOUNDED, **budget, cheap_judge={"model": "o3"})
     assert "tokens_per_minute=9000: generator.max_tokens=null" in refused(limits={"tokens_per_minute": 9000})
     assert "prices=" in refused(prices=str(tmp_path / "nowhere.yaml"))
     (tmp_path / "prices.yaml").write_text("gpt-4o-mini: 3\n")
     assert "no price table" in refused(prices=str(tmp_path / "prices.yaml"))
     assert "more_endpoints.0.base_url=ftp" in refused(more_endpoints=[{"base_url": "ftp://x", "api_key_env": None}])
-
-
-@pytest.mark.integration
-def test_a_run_takes_the_seeds_that_are_selected_by_their_embeddings(
-    seeds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    encoder = backbones.write("modernbert", tmp_path / "encoder")
-    given = settings(seeds, tmp_path / "out", select={"seeds": 5, "encoder": encoder})
-    source, table, step = prepare(given)
-    job = resolve(given, source, table)
-    ids = [seed.id for seed in job.seeds]
-    assert (len(ids), job.survey.seeds) == (5, 5)
-    assert ids != [seed.id for seed in Source(given)][:5]  # without the choice, all in their order
-    assert re.search(r"select: 64 .*seeds embedded", capsys.readouterr().out)
-    again, _, same = prepare(given)
-    assert [seed.id for seed in resolve(given, again, table).seeds] == ids
-    assert same.identity == step.identity
-    backbones.write("modernbert", tmp_path / "other")
-    (tmp_path / "other" / "more.json").write_text("{}")
-    moved = settings(seeds, tmp_path / "out", select={"seeds": 5, "encoder": str(tmp_path / "other")})
-    assert prepare(moved)[2].identity != step.identity
-
-
-def test_an_encoder_that_does_not_exist_is_refused(seeds: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"select.encoder=\./nope"):
-        prepare(settings(seeds, tmp_path / "out", select={"seeds": 5, "encoder": "./nope"}))

@@ -1,4 +1,3 @@
-import shutil
 from pathlib import Path
 from string import Formatter
 
@@ -64,10 +63,6 @@ def test_a_prompt_of_shared_prefix_has_the_words_of_the_other_in_another_order(n
     moved = {"Reference:", "below"} if name == "passage_writing" else set()
     assert set(plain.text.split()) - set(ordered.text.split()) == moved
     assert ordered.text.startswith("Candidates:" if name == "judge" else "Document: ")
-
-
-def test_a_prompt_without_another_order_is_the_same_with_shared_prefix() -> None:
-    assert templates.load("complement", shared_prefix=True) == templates.load("complement")
 
 
 @pytest.mark.parametrize("name", ["instruction_poisoning", "query_poisoning"])
@@ -170,13 +165,6 @@ def test_own_sources_and_an_own_repair_are_used(own: Path) -> None:
     again = templates.repair(request, "x", Malformed("y", "x"), str(own))
     assert again.prompt == "greeting=3 repair=r2"
     assert again.messages[-1]["content"] == "Wrong: no `y` in 'x'"
-
-
-def test_a_copy_of_the_bundled_prompts_is_valid_and_changes_nothing(tmp_path: Path) -> None:
-    shutil.copytree(templates.DIRECTORY, tmp_path / "own", ignore=shutil.ignore_patterns("shared_prefix"))
-    templates.check(str(tmp_path / "own"))
-    for name in FIELDS:
-        assert templates.load(name, "leetcode", str(tmp_path / "own")) == templates.load(name, "leetcode")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import openai
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation.tasks.task import Query
+from infembed_ray.llm.batch_client import openai_client
 from infembed_ray.llm.chat import RunFailure
-from infembed_ray.llm.openai_client import openai_client
 from infembed_ray.modeling.formats import passage_text, query_text
 
 TEXTS = 32
