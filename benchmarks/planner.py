@@ -140,7 +140,6 @@ def planned(model: str, run: str, number: int) -> int:
     passes = places / chunk if chunk else 2
     work = StepWork(
         queries=number,
-        own=number,
         passages=number,
         slots=places,
         tokens=places,
@@ -150,10 +149,9 @@ def planned(model: str, run: str, number: int) -> int:
         flops=0.0,
         steps=1,
         records=number,
-        whole_epoch=False,
     )
     kept = saved_bytes(encoder, torch.bfloat16 if settings.precision == "bf16" else torch.float32)
-    return round(tensor_memory(settings, work, size, kept, WORKERS).total)
+    return round(tensor_memory(settings, work, size, kept).total)
 
 
 def free_port() -> int:
@@ -185,25 +183,24 @@ def table() -> str:
     from infembed_ray.planning.memory import GIB
     from infembed_ray.planning.train import plan
 
-    lines = [
-        "| model | nodes | "
-        + " | ".join(f"ZeRO-{s} GiB, ckpt" for s in (1, 2, 3))
-        + " | first that fits | s/step | h | USD |"
-    ]
-    lines.append("|---|---:" + "|---:" * 3 + "|---" + "|---:" * 3 + "|")
+    lines = ["| model | nodes | " + " | ".join(f"ZeRO-{s} GiB, ckpt" for s in (1, 2, 3)) + " | s/step | h |"]
+    lines.append("|---|---:" + "|---:" * 5 + "|")
     for size in ("1.5B", "3B", "7B"):
         for nodes in range(1, 5):
-            settings = ["precision=bf16", "records_per_step=32", f"workers={8 * nodes}"]
-            report = plan(PlanTrainSettings.load(None, [f"model=Qwen/Qwen2.5-{size}", *settings]))
-            cells = []
-            for stage in (1, 2, 3):
-                pair = [p for p in report.layouts if p.zero_stage == stage and not p.offload]
-                cells.append(", ".join(f"{p.memory.total / GIB:.0f}" + "*" * bool(p.obstacles) for p in pair))
-            assert report.chosen is not None
-            best = report.layouts[report.chosen]
-            totals = report.totals(best)
-            ending = f"{best.step_seconds:.2f} | {totals['hours']:.2f} | {totals['usd']:.0f}"
-            lines.append(f"| {size} | {nodes} | {' | '.join(cells)} | `{best.overrides}` | {ending} |")
+            given = [f"model=Qwen/Qwen2.5-{size}", "precision=bf16", "records_per_step=32", f"workers={8 * nodes}"]
+            plans = {
+                (stage, again): plan(
+                    PlanTrainSettings.load(None, [*given, f"zero_stage={stage}", f"activation_checkpointing={again}"])
+                )
+                for stage in (1, 2, 3)
+                for again in ("false", "true")
+            }
+            cells = [
+                ", ".join(f"{plans[stage, again].memory.total / GIB:.0f}" for again in ("false", "true"))
+                for stage in (1, 2, 3)
+            ]
+            best = plans[2, "false"]
+            lines.append(f"| {size} | {nodes} | {' | '.join(cells)} | {best.step_seconds:.2f} | {best.hours:.2f} |")
     return "\n".join(lines)
 
 
@@ -221,13 +218,14 @@ def recipes() -> str:
     made = {path: [plan(PlanTrainSettings.load(str(path), [f"workers={8 * n}"])) for n in (1, 2, 4)] for path in paths}
     for path in sorted(paths, key=lambda path: made[path][0].size.parameters):
         reports = made[path]
-        options = [report.layouts[report.as_set] for report in reports if report.as_set is not None]
-        settings = f"`{options[0].overrides}`".replace(" activation_checkpointing=false", "")
+        keys = ("zero_stage", "activation_checkpointing", "offload")
+        given = PlanTrainSettings.load(str(path))
+        settings = " ".join(f"{key}={getattr(given, key)}" for key in keys if key in given.model_fields_set)
         tokens = reports[0].work.tokens * reports[0].gpus
-        memory = ", ".join(f"{option.memory.total / GIB:.1f}" for option in options)
+        memory = ", ".join(f"{report.memory.total / GIB:.1f}" for report in reports)
         lines.append(
-            f"| {path.stem} | {reports[0].size.parameters / 1e9:.2f} B | {settings} | {memory} | {tokens:,.0f} | "
-            f"{tokens / options[0].step_seconds:,.0f} | {reports[0].totals(options[0])['hours']:.2f} |"
+            f"| {path.stem} | {reports[0].size.parameters / 1e9:.2f} B | `{settings}` | {memory} | {tokens:,.0f} | "
+            f"{tokens / reports[0].step_seconds:,.0f} | {reports[0].hours:.2f} |"
         )
     return "\n".join(lines)
 

@@ -113,7 +113,7 @@ def build_index(settings: IndexSettings | Mapping[str, Any] | None = None, /, **
 
 
 def _run(verb: str, settings: Settings | Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> Published:
-    from infembed_ray.cli.main import VERBS
+    from infembed_ray.config.verbs import VERBS
 
     published: Published = VERBS[verb].run(resolved(_settings(verb, settings, keywords)))
     return published
@@ -125,7 +125,7 @@ def _settings(verb: str, given: Settings | Mapping[str, Any] | None, keywords: M
     Raises:
         InputError: a value is invalid, or `given` has the settings of another stage.
     """
-    from infembed_ray.cli.main import VERBS
+    from infembed_ray.config.verbs import VERBS
 
     expected = VERBS[verb].settings
     if isinstance(given, expected):

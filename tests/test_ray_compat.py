@@ -41,36 +41,16 @@ def test_the_requirement_admits_no_later_minor_version_of_ray() -> None:
     assert not accepted.contains(f"{major}.{minor + 1}.0")
 
 
-def test_setup_hook_variable() -> None:
+def test_names_of_the_core_and_of_train_exist() -> None:
     assert ray_compat.SETUP_HOOK_VARIABLE == ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR
     assert "WORKER_PROCESS_SETUP_HOOK_ENV_VAR" in source("_private", "workers", "default_worker.py")
-
-
-def test_serve_goes_on_without_the_package_that_replicas_do_not_need() -> None:
-    text = source("serve", "_private", "utils.py")
-    assert re.search(rf"try:\n    import {ray_compat.UNUSED_BY_REPLICAS} as pd\nexcept ImportError:", text)
-
-
-def test_job_config_variable() -> None:
     assert ray_compat.JOB_CONFIG_VARIABLE == RAY_JOB_CONFIG_JSON_ENV_VAR
-
-
-def test_the_core_knows_its_settings() -> None:
     settings = ray_compat.START_LIMITS | ray_compat.NO_RETRY_LOG | ray_compat.NO_IDLE_WORKERS
-    settings |= ray_compat.raylet_death_check(1.0)
+    settings |= ray_compat.raylet_death_check(1.5)
     core = (PACKAGE / "_raylet.so").read_bytes() + source("_private", "node.py").encode()
     assert [name for name in settings if name.removeprefix("RAY_").encode() not in core] == []
-
-
-def test_the_interval_of_the_raylet_check_is_in_milliseconds() -> None:
-    assert list(ray_compat.raylet_death_check(1.5).values()) == ["1500"]
-
-
-def test_the_core_can_read_its_environment_again() -> None:
+    assert list(ray_compat.raylet_death_check(1.5).values()) == ["1500"]  # milliseconds
     ray_compat.reload_core_config()
-
-
-def test_placement_errors_are_errors_of_ray_train() -> None:
     assert all(issubclass(error, exceptions.RayTrainError) for error in ray_compat.placement_errors())
 
 
@@ -97,37 +77,22 @@ def test_preemption_is_read_from_the_train_context(monkeypatch: pytest.MonkeyPat
         assert ray_compat.preemption_announced() == (announced is not None)
 
 
-def test_replica_names() -> None:
+def test_names_of_serve_exist() -> None:
+    text = source("serve", "_private", "utils.py")
+    assert re.search(rf"try:\n    import {ray_compat.UNUSED_BY_REPLICAS} as pd\nexcept ImportError:", text)
     assert importlib.util.find_spec(ray_compat.REPLICA_MODULE)
     actor = common.DeploymentID("encoder", "infembed-encoder").to_replica_actor_class_name()
     assert f"ray::{actor}".startswith(f"{ray_compat.REPLICA_TITLE}infembed")
-
-
-def test_most_replicas_per_node() -> None:
     assert ray_compat.MAX_REPLICAS_PER_NODE == constants.MAX_REPLICAS_PER_NODE_MAX_VALUE
-
-
-def test_serve_reads_every_variable_that_we_set() -> None:
-    text = source("serve", "_private", "constants.py")
-    variables = {
-        ray_compat.PROXY_MIDDLEWARE_VARIABLE,
-        *ray_compat.SINGLE_EVENT_LOOP,
-        *ray_compat.haproxy_environment(60.0),
-        *ray_compat.haproxy_ports(1, 2),
-    }
-    assert [name for name in variables if f'"{name}"' not in text] == []
-
-
-@pytest.mark.parametrize(
-    ("function", "parameter"),
-    [
-        (serve._run, "_blocking"),
-        (serve.delete, "_blocking"),
-        (serve.get_deployment_handle, "_check_exists"),
-    ],
-)
-def test_private_parameters_of_serve(function: Any, parameter: str) -> None:
-    assert parameter in inspect.signature(function).parameters
+    variables = [ray_compat.PROXY_MIDDLEWARE_VARIABLE, *ray_compat.SINGLE_EVENT_LOOP, *ray_compat.haproxy_ports(1, 2)]
+    read_by_serve = source("serve", "_private", "constants.py")
+    variables += ray_compat.haproxy_environment(60.0)
+    assert [name for name in variables if f'"{name}"' not in read_by_serve] == []
+    functions = {serve._run: "_blocking", serve.delete: "_blocking", serve.get_deployment_handle: "_check_exists"}
+    assert all(parameter in inspect.signature(function).parameters for function, parameter in functions.items())
+    assert isinstance(client.ServeControllerClient.http_config, property)
+    assert "_get_global_client" in source("serve", "context.py")
+    assert hasattr(Ingress, replica.SERVE_BUILD_ASGI_APP_METHOD)
 
 
 def test_with_version_fixes_the_version() -> None:
@@ -136,11 +101,6 @@ def test_with_version_fixes_the_version() -> None:
         pass
 
     assert ray_compat.with_version(Part, "v1").version == "v1"
-
-
-def test_the_client_knows_the_listening_address() -> None:
-    assert isinstance(client.ServeControllerClient.http_config, property)
-    assert "_get_global_client" in source("serve", "context.py")
 
 
 def test_the_router_knows_its_replicas() -> None:
@@ -166,7 +126,3 @@ def test_a_deployment_has_no_replicas_once_the_router_has_heard_of_it(
 
     handle: Any = Handle()
     assert ray_compat.has_no_replicas(handle) is none
-
-
-def test_serve_calls_the_ingress_for_its_application() -> None:
-    assert hasattr(Ingress, replica.SERVE_BUILD_ASGI_APP_METHOD)

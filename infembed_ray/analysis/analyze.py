@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from infembed_ray.analysis import agreement, clean, contamination, gates, inputs, page, texts
-from infembed_ray.analysis.agreement import AgreementStudy, Answers
+from infembed_ray.analysis import agreement, clean, contamination, diversity, inputs
+from infembed_ray.analysis.agreement import Answers
 from infembed_ray.analysis.contamination import EvaluationTexts
+from infembed_ray.analysis.diversity import TextSet
+from infembed_ray.analysis.figures import Section
 from infembed_ray.analysis.inputs import RecordSet
-from infembed_ray.analysis.rows import shown_rows
-from infembed_ray.analysis.summary import QualityReport, as_text, summarise
-from infembed_ray.analysis.texts import TextSet
-from infembed_ray.config.analysis import AnalyzeSettings
-from infembed_ray.errors import InputError, check_all
+from infembed_ray.analysis.report import as_html, as_text, shown_rows, summarise
+from infembed_ray.config.analysis import AnalyzeGates, AnalyzeSettings
+from infembed_ray.errors import GateError, InputError, check_all
 from infembed_ray.progress import counted, say, track
 from infembed_ray.records.tables import write_lines
 from infembed_ray.storage import durable
 from infembed_ray.storage.dry_run import state
-from infembed_ray.storage.places import Place, place_of, read_binary
+from infembed_ray.storage.places import Place, place_of, read_json
 from infembed_ray.storage.steps import Published, Step, find_input
 
 if TYPE_CHECKING:
@@ -40,18 +40,14 @@ BATCH_TOKENS = 4096
 """Tokens per encoding batch, with padding."""
 EMBEDDED_AT_ONCE = 1024
 """Texts per report of progress."""
+_ROUNDING = 1e-9
+"""A figure that equals its minimum may be rounded down."""
 
 
 @dataclass(frozen=True)
 class AnalysisInputs:
-    """All that an analysis reads.
-
-    Attributes:
-        compared: sets to compare the records with.
-        evaluations: label -> evaluation set.
-        references: answers of the reference raters.
-        rating: what LLM raters are asked; None without them.
-    """
+    """All that an analysis reads: records, sets to compare them with, label -> evaluation set, answers of the reference raters,
+    and what LLM raters are asked (None without them)."""
 
     records: RecordSet
     compared: list[TextSet]
@@ -73,39 +69,62 @@ def run(settings: AnalyzeSettings) -> Published:
     """
     files, step = prepare(settings)
     done = step.finished() or _publish(settings, files, step)
-    gates.require(settings.gates, read_binary(place_of(done.address) / REPORT_FILE).decode("utf-8"))
+    if failed := list(failures(settings.gates, read_json(place_of(done.address) / REPORT_FILE))):
+        raise GateError(*failed)
     return done
+
+
+def failures(gates: AnalyzeGates, report: Section) -> Iterator[str]:
+    """Yield a line for each limit that a report does not keep. A figure without a value fails too."""
+    seeds, kept = report["funnel"]["seeds"], report["funnel"]["kept"]
+    figures = [("min_kept", "the share of seeds kept", kept / seeds if seeds else None)]
+    figures += [
+        ("min_judged_right", f"the judge's share of right answers, {v['scenario']},", v["right"] / v["judged"])
+        for v in report["verdicts"]
+    ] or [("min_judged_right", "the judge's share of right answers", None)]
+    for setting, figure, value in figures:
+        limit = getattr(gates, setting)
+        if limit is not None and value is None:
+            yield f"gates.{setting}={limit:g}: {figure} is unknown; analyze the output of `infembed synthesize`"
+        elif limit is not None and value < limit - _ROUNDING:
+            yield f"gates.{setting}={limit:g}: {figure} is {value:.4g}, must be at least {limit:g}"
 
 
 def _publish(settings: AnalyzeSettings, files: Mapping[str, Place], step: Step) -> Published:
     given = read(settings, files)
     records = given.records
-    encoder = _encoder(settings)
+    embed = _encoder(settings)
     with step.publish() as staging:
         study = _agreement(given, settings, staging.path)
         contaminations, contaminated = [], {}
         for label, evaluation in given.evaluations.items():
             matches, contaminated[label] = contamination.contamination(label, evaluation, records.kept)
             contaminations += matches
-        sets = [texts.from_records(LABEL, records.kept), *given.compared]
-        diversities, coverages = _compared(sets, encoder)
-        removed = clean.removals(records.kept, contaminated, settings.near_duplicates) if settings.clean else {}
+        diversities, coverages = diversity.compare(
+            [diversity.from_records(LABEL, records.kept), *given.compared], embed
+        )
+        removed = clean.removals(records.kept, contaminated) if settings.clean else {}
         if settings.clean and len(removed) == len(records.kept):
-            raise InputError(
-                f"clean: no record of records={settings.records} would be left; check evaluations and near_duplicates"
-            )
+            raise InputError.of("clean", None, f"no record of {settings.records} would be left", "check evaluations")
         reasons = clean.write(staging.path, files["records"], removed) if settings.clean else None
         report = summarise(
-            records, settings.near_duplicates, diversities, coverages, contaminations, study, removed=reasons
+            records,
+            diversities=diversities,
+            coverages=coverages,
+            contaminations=contaminations,
+            agreement=study,
+            removed=reasons,
         )
-        durable.replace_json(staging.path / REPORT_FILE, _plain(report))
-        html = page.render(report, shown_rows(records, removed), settings.records, settings.near_duplicates)
+        html = as_html(report, shown_rows(records, removed), settings.records)
         (staging.path / PAGE_FILE).write_text(html, encoding="utf-8")
+        for covered in (each for coverage in coverages for each in coverage["sets"]):
+            del covered["points"]  # only the page has the plots
+        durable.replace_json(staging.path / REPORT_FILE, report)
         if settings.annotate:
             items, key = agreement.sheet(records.kept, settings.annotate)
             write_lines(staging.path / SHEET_FILE, items)
             write_lines(staging.path / KEY_FILE, key)
-        staging.counts = {name: getattr(report.funnel, name) for name in ("kept", "rejected", "dead_letter")}
+        staging.counts = {name: report["funnel"][name] for name in ("kept", "rejected", "dead_letter")}
         if reasons is not None:
             staging.counts["kept"] -= len(removed)
             staging.counts |= reasons
@@ -113,7 +132,7 @@ def _publish(settings: AnalyzeSettings, files: Mapping[str, Place], step: Step) 
     return step.published()
 
 
-def _agreement(given: AnalysisInputs, settings: AnalyzeSettings, directory: Any) -> AgreementStudy | None:
+def _agreement(given: AnalysisInputs, settings: AnalyzeSettings, directory: Any) -> Section | None:
     """Compare the raters, LLM raters included, if there are any."""
     if not given.references:
         return None
@@ -141,8 +160,6 @@ def prepare(settings: AnalyzeSettings) -> tuple[dict[str, Place], Step]:
     paths_by_setting |= {f"evaluations.{label}": file for label, file in settings.evaluations.items()}
     paths_by_setting |= {f"agreement.files.{number}": file for number, file in enumerate(settings.agreement.files)}
     paths_by_setting["records"] = settings.records
-    if settings.agreement.prices is not None:
-        paths_by_setting["agreement.prices"] = settings.agreement.prices
     _, (encoder_paths, encoder_names), *paths = check_all(
         lambda: _check_labels(settings),
         lambda: _encoder_identity(settings),
@@ -175,7 +192,7 @@ def read(settings: AnalyzeSettings, files: Mapping[str, Place]) -> AnalysisInput
     tasks: list[Callable[[], Any]] = [
         lambda: inputs.read(files["records"], "records"),
         lambda: _rated(settings, answers),
-        *(partial(texts.read, label, file, f"compare.{label}") for label, file in compared.items()),
+        *(partial(diversity.read, label, file, f"compare.{label}") for label, file in compared.items()),
         *(partial(_evaluation, file, f"evaluations.{label}") for label, file in evaluations.items()),
     ]
     records, (references, rating), *sets = check_all(*tasks)
@@ -206,7 +223,7 @@ def _evaluation(file: Place, name: str) -> EvaluationTexts:
 
 def _check_labels(settings: AnalyzeSettings) -> None:
     if LABEL in settings.compare:
-        raise InputError(f"compare.{LABEL}: is the label of the records; choose another label")
+        raise InputError.of(f"compare.{LABEL}", None, "is the label of the records", "choose another label")
 
 
 def _encoder_identity(settings: AnalyzeSettings) -> tuple[dict[str, Place], dict[str, str]]:
@@ -218,35 +235,22 @@ def _encoder_identity(settings: AnalyzeSettings) -> tuple[dict[str, Place], dict
     return checkpoint.inputs, checkpoint.names
 
 
-def _encoder(settings: AnalyzeSettings) -> Any:
+def _encoder(settings: AnalyzeSettings) -> diversity.Embed | None:
     if settings.encoder is None:
         return None
     from infembed_ray.modeling.encoder import InstructionEncoder  # imports torch
 
-    return InstructionEncoder.from_pretrained(settings.encoder)
+    encoder = InstructionEncoder.from_pretrained(settings.encoder)
 
-
-def _compared(sets: Sequence[TextSet], encoder: Any) -> tuple[list[texts.Diversity], list[texts.Coverage]]:
-    if encoder is None:
-        return texts.compare(sets, texts.SAMPLE, None)
-    with track("analyze", None) as advance:
-
-        def embed(sample: Sequence[str]) -> np.ndarray:
-            parts = []
+    def embed(sample: Sequence[str]) -> np.ndarray:
+        parts = []
+        with track("analyze", len(sample)) as advance:
             for start in range(0, len(sample), EMBEDDED_AT_ONCE):
                 parts.append(encoder.encode_passages(sample[start : start + EMBEDDED_AT_ONCE], BATCH_TOKENS))
                 advance(len(parts[-1]), "texts embedded")
-            return np.concatenate(parts)
+        return np.concatenate(parts)
 
-        return texts.compare(sets, texts.SAMPLE, embed)
-
-
-def _plain(report: QualityReport) -> dict[str, Any]:
-    """Return the report without the points of the plots, which only the page has."""
-    plain = asdict(report)
-    for covered in (each for coverage in plain["coverages"] for each in coverage["sets"]):
-        del covered["points"]
-    return plain
+    return embed
 
 
 def describe(settings: AnalyzeSettings) -> Iterator[str]:
@@ -258,11 +262,8 @@ def describe(settings: AnalyzeSettings) -> Iterator[str]:
     records = given.records
     yield f"records: {len(records.kept):,} kept, {len(records.rejected):,} rejected, {len(records.dead_letter):,} dead letters"
     if given.compared or given.evaluations:
-        others, evaluations = (
-            counted(len(given.compared), "other set"),
-            counted(len(given.evaluations), "evaluation set"),
-        )
-        yield f"compared with {others} and {evaluations}"
+        others = counted(len(given.compared), "other set")
+        yield f"compared with {others} and {counted(len(given.evaluations), 'evaluation set')}"
     if given.references:
         yield f"agreement: {counted(len(given.references), 'reference rater')}"
     if given.rating is not None:

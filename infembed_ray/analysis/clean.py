@@ -34,14 +34,11 @@ class Removal:
     detail: str
 
 
-def removals(
-    records: Sequence[Record], contaminated: Mapping[str, Mapping[int, str]], threshold: float
-) -> dict[int, Removal]:
+def removals(records: Sequence[Record], contaminated: Mapping[str, Mapping[int, str]]) -> dict[int, Removal]:
     """Return row -> why the record goes. A contaminated record stays for no other one.
 
     Args:
         contaminated: label of an evaluation set -> row -> words that the record shares with it.
-        threshold: of the Jaccard similarity of near-duplicates.
     """
     removed: dict[int, Removal] = {}
     for label, rows in contaminated.items():
@@ -49,7 +46,7 @@ def removals(
             removed.setdefault(row, Removal(f"contaminated by {label}", words))
     rest = [row for row in range(len(records)) if row not in removed]
     texts = ["\n".join(getattr(records[row], column) for column in COMPARED) for row in rest]
-    for duplicate in near_duplicates(texts, threshold):
+    for duplicate in near_duplicates(texts):
         removed[rest[duplicate.row]] = Removal(NEAR_DUPLICATE, records[rest[duplicate.like]].id)
     return removed
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from infembed_ray.analysis.figures import Section
 from infembed_ray.analysis.inputs import KINDS
 from infembed_ray.analysis.words import hashes, normalised
 from infembed_ray.errors import InputError
@@ -58,25 +59,6 @@ class EvaluationTexts:
         return " ".join(words[places[0] : places[0] + NGRAM]) if len(places) else None
 
 
-@dataclass(frozen=True)
-class Contamination:
-    """Matches of the records' texts of one kind with one evaluation set.
-
-    Attributes:
-        texts: number of the records' texts.
-        compared: number of the evaluation set's texts, of all kinds.
-        matching: number of the records' texts that match one of them.
-        examples: shared words.
-    """
-
-    evaluation: str
-    kind: str
-    texts: int
-    compared: int
-    matching: int
-    examples: list[str]
-
-
 def read(path: Place, name: str) -> Iterator[str]:
     """Yield all strings except ids of a file, or of all files of a directory but hidden ones and README.md.
 
@@ -85,7 +67,7 @@ def read(path: Place, name: str) -> Iterator[str]:
     """
     names = [n for n in sorted(listing(path)) if not tables.hidden(PurePosixPath(n)) and not n.endswith("README.md")]
     if not names:
-        raise InputError(f"{name}={path}: no files in this directory; give those of an evaluation set")
+        raise InputError.of(name, path, "no files in this directory", "give those of an evaluation set")
     for file in names:
         for row in tables.raw_rows(path / file, name):
             yield from _strings(row)
@@ -105,20 +87,23 @@ def _strings(value: Any) -> Iterator[str]:
 
 def contamination(
     label: str, evaluation: EvaluationTexts, records: Sequence[Record]
-) -> tuple[list[Contamination], dict[int, str]]:
-    """Compare records with an evaluation set; return the matches by kind of text, and row -> shared words."""
-    findings, rows = [], dict[int, str]()
+) -> tuple[list[Section], dict[int, str]]:
+    """Compare records with an evaluation set.
+
+    Returns:
+        Per kind of text: the numbers of the records' texts, of the `compared` texts of the set and of the records' `matching`
+        ones, and examples of shared words; and row -> shared words.
+    """
+    sections, rows = [], dict[int, str]()
     for kind, columns in KINDS.items():
-        matches = [
-            (row, words)
-            for row, record in enumerate(records)
-            for column in columns
-            if (words := evaluation.shared(getattr(record, column))) is not None
-        ]
-        for row, words in matches:
-            rows.setdefault(row, words)
-        examples = list(dict.fromkeys(words for _, words in matches))[:EXAMPLES]
-        findings.append(
-            Contamination(label, kind, len(records) * len(columns), evaluation.texts, len(matches), examples)
-        )
-    return findings, rows
+        examples: dict[str, None] = {}
+        matching = 0
+        for row, record in enumerate(records):
+            for column in columns:
+                if (words := evaluation.shared(getattr(record, column))) is not None:
+                    matching += 1
+                    examples[words] = None
+                    rows.setdefault(row, words)
+        section = {"evaluation": label, "kind": kind, "texts": len(records) * len(columns), "matching": matching}
+        sections.append(section | {"compared": evaluation.texts, "examples": list(examples)[:EXAMPLES]})
+    return sections, rows

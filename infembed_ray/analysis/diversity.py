@@ -1,79 +1,136 @@
-"""Diversity of a set of texts (paper, section 4.2 and Figure 3b).
+"""Diversity and coverage of sets of texts (paper, section 4.2 and Figure 3).
 
 Average pairwise sample similarity (APS) is the mean cosine of all pairs of embeddings; lower is more diverse.
-Inter-sample n-gram frequency (INGF) measures how n-grams are spread over the texts; higher is more diverse. The paper
-gives name, direction and origin of both (Mishra et al., 2020) but no formula, so the formulas are ours.
+Inter-sample n-gram frequency (INGF) is the mean of V_k / (1 + s_k) over k = 1, 2, 3: V_k distinct word k-grams, and s_k the
+standard deviation of the number of texts that contain each. Higher is more diverse. The paper gives name and direction of both
+but no formula. INGF grows with the number of texts, so all sets are measured on equally many.
 
-APS of n unit vectors e_i is the mean of e_i . e_j over the n (n - 1) / 2 pairs i < j, computed in linear time by
-|sum_i e_i|^2 = n + 2 sum_{i<j} e_i . e_j.
-
-INGF is the mean of V_k / (1 + s_k) over k = 1, 2, 3. V_k is the number of distinct word k-grams, and s_k the standard
-deviation, over these k-grams, of the number of texts that contain each. Many distinct k-grams make INGF large; k-grams
-that many texts repeat make it small. INGF grows with the number of texts, so compare it at equal numbers only.
+Coverage projects the embeddings of all sets to one plane by PCA: unlike t-SNE it is deterministic, and distances have a meaning.
 """
 
 from __future__ import annotations
 
+import random
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from infembed_ray.analysis.figures import Section
+from infembed_ray.analysis.inputs import KINDS
+from infembed_ray.errors import InputError
+from infembed_ray.records import tables
+from infembed_ray.records.tables import ALIASES, Record
+from infembed_ray.storage.places import Place
+
+Embed = Callable[[Sequence[str]], np.ndarray]
+"""n texts -> (n, d) unit vectors."""
+SAMPLE = 10_000
+"""Texts of each kind to draw from each set."""
 ORDERS = (1, 2, 3)
 """Words per n-gram."""
-
+GRID = 24
+"""Grid cells along each axis of the plane."""
 _WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
-class Diversity:
-    """Diversity of the texts of one kind in one set.
-
-    Attributes:
-        texts, distinct, mean_words: of the whole set.
-        sampled: number of sampled texts, the same for all sets of a report.
-        aps: None without an encoder, or for fewer than two texts.
-        distinct_share: distinct n-grams / all n-grams, for each of ORDERS.
-    """
+class TextSet:
+    """A named set of texts: kind -> texts of all its columns, without empty kinds."""
 
     label: str
-    kind: str
-    texts: int
-    distinct: int
-    mean_words: float
-    sampled: int
-    aps: float | None
-    ingf: float
-    distinct_share: list[float]
+    texts: Mapping[str, Sequence[str]]
+
+
+def from_records(label: str, rows: Sequence[Record]) -> TextSet:
+    """Collect the positive and negative texts of InF-IR records."""
+    texts = {kind: [getattr(row, column) for row in rows for column in columns] for kind, columns in KINDS.items()}
+    return TextSet(label, {kind: of_kind for kind, of_kind in texts.items() if of_kind})
+
+
+def read(label: str, path: Place, name: str) -> TextSet:
+    """Read the texts of InF-IR records, or of a file with columns named after the kinds of text.
+
+    Raises:
+        InputError: as `tables.raw_rows`, or no column has texts.
+    """
+    file = path if path.is_file() else path / tables.KEPT_FILE
+    if not file.is_file():
+        raise InputError.of(name, path, f"no {tables.KEPT_FILE} in this directory", "give a file or a synthesis output")
+    texts: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    columns: dict[str, None] = {}
+    for row in tables.raw_rows(file, name):
+        columns.update(dict.fromkeys(row))
+        for kind in KINDS:
+            texts[kind] += _of_kind(kind, row)
+    if not any(texts.values()):
+        raise InputError.of(
+            name,
+            path,
+            f"no column with instructions, queries or passages (columns: {', '.join(map(str, columns))})",
+            "rename one to instruction, query or passage",
+        )
+    return TextSet(label, {kind: of_kind for kind, of_kind in texts.items() if of_kind})
+
+
+def _of_kind(kind: str, row: Mapping[str, Any]) -> list[str]:
+    # An older name counts only if the newer one is absent.
+    ours = (next((n for n in (c, *ALIASES.get(c, ())) if n in row), c) for c in KINDS[kind])
+    values = (row.get(name) for name in dict.fromkeys([kind, *ours]))
+    return [value for value in values if isinstance(value, str) and value.strip()]
+
+
+def compare(sets: Sequence[TextSet], embed: Embed | None, most: int = SAMPLE) -> tuple[list[Section], list[Section]]:
+    """Measure equal samples of all sets, kind by kind; return the diversity of each set, and the coverage of each kind.
+
+    Args:
+        embed: encoder; None omits what needs embeddings, APS and coverage.
+        most: texts of each kind to draw from each set.
+    """
+    diversities, coverages = [], []
+    for kind in KINDS:
+        having = {each.label: each.texts[kind] for each in sets if kind in each.texts}
+        size = min([most, *map(len, having.values())])
+        drawn = {label: random.Random(f"0/{kind}").sample(list(texts), size) for label, texts in having.items()}
+        vectors = {label: embed(texts) for label, texts in drawn.items()} if embed is not None else {}
+        diversities += [diversity(label, kind, having[label], drawn[label], vectors.get(label)) for label in drawn]
+        if vectors:
+            coverages.append(coverage(kind, vectors))
+    return diversities, coverages
 
 
 def diversity(
     label: str, kind: str, texts: Sequence[str], sample: Sequence[str], embeddings: np.ndarray | None
-) -> Diversity:
+) -> Section:
     """Measure a sample of a set's texts.
 
     Args:
         texts: all texts of the set, at least one.
         embeddings: (sample, d) unit vectors of the sample.
+
+    Returns:
+        Counts of the whole set; `aps` (None without an encoder, or for fewer than two texts), `ingf`, and `distinct_share`, the
+        distinct n-grams / all n-grams for each of ORDERS, of the sample.
     """
     frequencies = [ngram_frequencies(sample, order) for order in ORDERS]
-    return Diversity(
-        label=label,
-        kind=kind,
-        texts=len(texts),
-        distinct=len({" ".join(text.casefold().split()) for text in texts}),
-        mean_words=sum(len(text.split()) for text in texts) / len(texts),
-        sampled=len(sample),
-        aps=None if embeddings is None else average_pairwise_similarity(embeddings),
-        ingf=inter_sample_ngram_frequency([texts_with for texts_with, _ in frequencies]),
-        distinct_share=[len(texts_with) / total if total else 1.0 for texts_with, total in frequencies],
-    )
+    return {
+        "label": label,
+        "kind": kind,
+        "texts": len(texts),
+        "distinct": len({" ".join(text.casefold().split()) for text in texts}),
+        "mean_words": sum(len(text.split()) for text in texts) / len(texts),
+        "sampled": len(sample),
+        "aps": None if embeddings is None else average_pairwise_similarity(embeddings),
+        "ingf": inter_sample_ngram_frequency([texts_with for texts_with, _ in frequencies]),
+        "distinct_share": [len(texts_with) / total if total else 1.0 for texts_with, total in frequencies],
+    }
 
 
 def average_pairwise_similarity(embeddings: np.ndarray) -> float | None:
-    """Return the mean inner product of all pairs of rows of (n, d), in float64; None for n < 2."""
+    """Return the mean inner product of all pairs of rows of (n, d), in linear time and float64; None for n < 2."""
     n = len(embeddings)
     if n < 2:
         return None
@@ -98,3 +155,38 @@ def inter_sample_ngram_frequency(frequencies: Sequence[Mapping[tuple[str, ...], 
     """Return the INGF of the n-gram frequencies of every order."""
     ratios = [len(texts_with) / (1 + np.std(list(texts_with.values()))) for texts_with in frequencies if texts_with]
     return float(sum(ratios) / len(frequencies))
+
+
+def coverage(kind: str, embeddings: Mapping[str, np.ndarray]) -> Section:
+    """Project the embeddings of all sets to one plane.
+
+    Args:
+        embeddings: label -> (n, d) vectors, with the same n for all sets.
+
+    Returns:
+        `explained` shares of the variance along the axes, occupied grid `cells`, and per set its cells and its `points` in [0, 1].
+    """
+    points, explained = principal_plane(np.concatenate(list(embeddings.values())))
+    low, high = points.min(axis=0), points.max(axis=0)
+    points = (points - low) / np.where(high > low, high - low, 1.0)
+    sets, occupied = [], set()
+    for label, of_set in zip(embeddings, np.split(points, len(embeddings)), strict=True):
+        columns, rows = np.minimum((of_set * GRID).astype(int), GRID - 1).T
+        cells = set((columns * GRID + rows).tolist())
+        occupied |= cells
+        rounded = [(round(float(x), 4), round(float(y), 4)) for x, y in of_set]
+        sets.append({"label": label, "cells": len(cells), "points": rounded})
+    return {"kind": kind, "explained": explained, "cells": len(occupied), "sets": sets}
+
+
+def principal_plane(vectors: np.ndarray) -> tuple[np.ndarray, tuple[float, float]]:
+    """Return the (n, 2) coordinates of (n, d) vectors on their principal axes, and each axis's share of the variance.
+
+    The sign of an axis is such that its largest component in absolute value is positive.
+    """
+    centred = vectors.astype(np.float64) - vectors.mean(axis=0, dtype=np.float64)
+    variances, axes = np.linalg.eigh(centred.T @ centred)  # ascending
+    top = axes[:, [-1, -2]]
+    top = top * np.sign(top[np.abs(top).argmax(axis=0), [0, 1]])
+    total = float(variances.sum()) or 1.0
+    return centred @ top, (float(variances[-1]) / total, max(float(variances[-2]), 0.0) / total)

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from infembed_ray.analysis.figures import Section
 from infembed_ray.analysis.inputs import KINDS
 from infembed_ray.analysis.words import hashes, normalised, odd
 from infembed_ray.records.tables import Record
 
+THRESHOLD = 0.7
+"""Jaccard similarity of word trigrams from which texts are near-duplicates."""
 BANDS, ROWS = 32, 4
 """Two texts of similarity s share one of BANDS bands of ROWS minimal hashes with probability 1 - (1 - s^ROWS)^BANDS: 0.9998 at
 0.7, 0.05 at 0.2."""
@@ -38,7 +41,7 @@ class NearDuplicate:
     similarity: float
 
 
-def near_duplicates(texts: Sequence[str], threshold: float) -> list[NearDuplicate]:
+def near_duplicates(texts: Sequence[str], threshold: float = THRESHOLD) -> list[NearDuplicate]:
     """Find the texts that are nearly equal to an earlier text which is not a near-duplicate itself, in order."""
     buckets = _buckets(texts)
     members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -93,36 +96,21 @@ def jaccard(one: np.ndarray, other: np.ndarray) -> float:
     return shared / (len(one) + len(other) - shared)
 
 
-@dataclass(frozen=True)
-class Duplicates:
-    """Duplicates among all texts of a kind, positive and negative together.
+def duplicates(records: Sequence[Record]) -> list[Section]:
+    """Count the duplicates among all texts of each kind, positive and negative together.
 
-    Attributes:
-        distinct: number of distinct texts, ignoring case and white space.
-        repeated: number of distinct texts that occur more than once.
-        near: number of distinct texts that are nearly equal to an earlier one.
-        examples: the most frequent texts and how often they occur, then the most similar ones and their similarity.
+    Returns:
+        Per kind: all texts, the `distinct` ones (ignoring case and white space), and how many of these are `repeated` and `near`
+        an earlier one; `examples`: the most frequent texts and how often they occur, then the most similar and their similarity.
     """
-
-    kind: str
-    texts: int
-    distinct: int
-    repeated: int
-    near: int
-    examples: list[tuple[str, float]]
-
-
-def duplicates(records: Sequence[Record], threshold: float) -> list[Duplicates]:
-    """Count the duplicates of each kind of text."""
-    return [
-        _of_kind(kind, [getattr(r, c) for r in records for c in columns], threshold) for kind, columns in KINDS.items()
-    ]
-
-
-def _of_kind(kind: str, texts: list[str], threshold: float) -> Duplicates:
-    counted = Counter(" ".join(text.casefold().split()) for text in texts)
-    distinct = list(counted)
-    repeated = [(text, times) for text, times in counted.most_common() if times > 1]
-    near = sorted(near_duplicates(distinct, threshold), key=lambda duplicate: -duplicate.similarity)
-    examples = [(distinct[duplicate.row], duplicate.similarity) for duplicate in near[:EXAMPLES]]
-    return Duplicates(kind, len(texts), len(counted), len(repeated), len(near), [*repeated[:EXAMPLES], *examples])
+    sections = []
+    for kind, columns in KINDS.items():
+        texts = [getattr(record, column) for record in records for column in columns]
+        counted = Counter(" ".join(text.casefold().split()) for text in texts)
+        distinct = list(counted)
+        repeated = [(text, times) for text, times in counted.most_common() if times > 1]
+        near = sorted(near_duplicates(distinct), key=lambda duplicate: -duplicate.similarity)
+        section = {"kind": kind, "texts": len(texts), "distinct": len(distinct), "repeated": len(repeated)}
+        similar = [(distinct[duplicate.row], duplicate.similarity) for duplicate in near[:EXAMPLES]]
+        sections.append(section | {"near": len(near), "examples": [*repeated[:EXAMPLES], *similar]})
+    return sections

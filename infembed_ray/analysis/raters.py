@@ -39,6 +39,8 @@ JOURNAL = "journal"
 """Folder of the answers in the output."""
 PRINTED = 5
 """Printed reasons of missing answers."""
+MAX_UNANSWERED = 0.1
+"""Maximum share of items without an answer of a rater; above it nothing is published."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +79,18 @@ def prepare(settings: AnalyzeSettings, files: Sequence[Place], references: Answe
         InputError: no file has items, a rater has the label of another one, an endpoint has no URL, or a limit cannot be kept.
     """
     wanted = settings.agreement
-    endpoints, table = {"agreement.endpoint": wanted.endpoint}, prices.load(wanted.prices)
+    endpoints, table = {"agreement.endpoint": wanted.endpoint}, prices.load(None)
     models = {f"agreement.raters.{label}": model for label, model in wanted.raters.items()}
     items, *_ = check_all(
         lambda: _items(files),
         lambda: preflight.check_urls(endpoints),
-        lambda: _check_not_served(endpoints),
+        lambda: _check_not_served(wanted.endpoint),
         lambda: preflight.check_limits(wanted.limits, models, table),
     )
     for label in wanted.raters:
         if label in references:
-            raise InputError(f"agreement.raters.{label}: is also the label of a reference rater; choose another label")
+            fault = "is also the label of a reference rater"
+            raise InputError.of(f"agreement.raters.{label}", None, fault, "choose another label")
     _check_answers(references, items)
     return Rating(items, table, open_place(settings.output, "output") / JOURNAL, endpoints)
 
@@ -104,28 +107,27 @@ def ask(rating: Rating, settings: AnalyzeSettings) -> dict[str, dict[str, str]]:
         raise InputError(f"{failure}; nothing is published; the same command resumes") from failure
     for reason, times in reasons.most_common(PRINTED):
         say(f"agreement: {times} without an answer: {reason}")
-    _require_answers(len(rating.items), rated, reasons, settings.agreement.max_dead_letters)
+    items = len(rating.items)
+    for rater, missing in ((rater, items - len(answers)) for rater, answers in rated.items()):
+        if missing > MAX_UNANSWERED * items:
+            causes = "; ".join(f"{times} x {reason}" for reason, times in reasons.most_common(PRINTED))
+            raise InputError.of(
+                f"agreement.raters.{rater}",
+                None,
+                f"{missing} of {items} items are without an answer, so nothing is published: {causes}",
+                "mend the cause and run the same command, which asks again only what was not answered",
+            )
     return rated
 
 
-def _require_answers(items: int, rated: Answers, reasons: Counter[str], most: float) -> None:
-    """Refuse raters that answered too few items for a kappa."""
-    silent = {rater: items - len(answers) for rater, answers in rated.items() if (items - len(answers)) / items > most}
-    if silent:
-        raters = ", ".join(f"{rater} {missing} of {items} ({missing / items:.1%})" for rater, missing in silent.items())
-        causes = "; ".join(f"{times} x {reason}" for reason, times in reasons.most_common(PRINTED))
-        raise InputError(
-            f"agreement.max_dead_letters={most:g}: too many items without an answer of {raters}, so nothing is published: "
-            f"{causes}. Mend the cause and run the same command, which asks again only what was not answered, or raise the limit"
+def _check_not_served(endpoint: Endpoint) -> None:
+    if endpoint.serve is not None:
+        raise InputError.of(
+            "agreement.endpoint.serve",
+            None,
+            "only `infembed synthesize` starts a model",
+            "start a server and give its agreement.endpoint.base_url",
         )
-
-
-def _check_not_served(endpoints: Mapping[str, Endpoint]) -> None:
-    for name, endpoint in endpoints.items():
-        if endpoint.serve is not None:
-            raise InputError(
-                f"{name}.serve: only `infembed synthesize` starts a model; start a server and give its {name}.base_url"
-            )
 
 
 def _items(files: Sequence[Place]) -> list[AgreementItem]:
@@ -216,9 +218,7 @@ async def _ask(
     item: AgreementItem, model: ChatModel, settings: AnalyzeSettings, complete: Complete, advance: Advance
 ) -> str:
     # A rater is what the judge of a synthesis would be.
-    judging = SynthesizeSettings(
-        seeds=settings.records, output=settings.output, judge=model, prices=settings.agreement.prices
-    )
+    judging = SynthesizeSettings(seeds=settings.records, output=settings.output, judge=model)
     try:
         picked = await rate(item.id, item.instruction, item.query, item.shown, judging, complete)
     finally:

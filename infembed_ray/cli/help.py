@@ -1,65 +1,74 @@
-"""Settings for people: the help of a verb and of a section, a filled-in YAML file."""
+"""Settings for people: the help of a verb and of a section, and a filled-in YAML file."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 
 from infembed_ray.config.base import Settings, nearest, settings_classes
-from infembed_ray.config.verbs import Verb, project_files
+from infembed_ray.config.verbs import Verb
 from infembed_ray.errors import InputError
 
 _BOUNDS = {"ge": "minimum {:g}", "gt": "above {:g}", "le": "maximum {:g}", "lt": "below {:g}"}
+_LABEL = "LABEL"
+"""Stands for a label that the user chooses, in the names of settings in a mapping."""
 _NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false"}
 
 
 def overview(verb: Verb, name: str) -> Iterator[str]:
-    """Describe every setting of a verb in a line: required ones, common ones, others, then the sections.
-
-    Common settings are those of `jobs/configs/VERB.yaml`. A section is a setting that holds other settings.
-
-    Args:
-        name: of the verb, in words.
-    """
-    fields = verb.settings.model_fields
-    file = project_files() / "jobs" / "configs" / f"{name}.yaml"
-    usual = set(yaml.safe_load(file.read_text(encoding="utf-8")) or {}) if file.is_file() else set()
+    """Describe every setting of a verb in a line: required ones, others, then the sections, which hold other settings."""
+    fields, lines = verb.settings.model_fields, dict(_walk(verb.settings.model_fields))
     sections = [key for key, field in fields.items() if settings_classes(field.annotation)]
-    plain = [key for key in fields if key not in sections]
-    required = [key for key in fields if fields[key].is_required()]
-    common = [key for key in plain if key in usual and key not in required]
-    others = [key for key in plain if key not in usual and key not in required]
-    yield from _group("required settings", required, fields)
-    yield from _group("common settings", common, fields)
-    yield from _group("other settings", others, fields)
+    required = [key for key, field in fields.items() if field.is_required()]
+    for title, keys in (
+        ("required settings", required),
+        ("other settings", [key for key in fields if key not in (*sections, *required)]),
+    ):
+        yield from [f"\n{title}:", *(lines[key] for key in keys)] if keys else []
     for key in sections:
-        field = fields[key]
-        yield f"\n{key}: {field.description} ({_default(key, field, None)})"
-        inner, prefix = settings_classes(field.annotation)[0], f"{key}.{_label(field.annotation)}"
-        yield from _lines(inner.model_fields, inner.model_fields, prefix, field.default)
-    yield f"\ninfembed {name} --help SECTION describes a setting or a section with types and limits."
+        yield f"\n{lines[key].strip()}"
+        yield from (line for path, line in lines.items() if path.startswith(f"{key}."))
+    yield f"\ninfembed {name} --help SECTION describes one setting or section."
     yield from [f"example: infembed {verb.example}"] if verb.example else []
 
 
-def _group(title: str, names: list[str], fields: dict[str, Any]) -> Iterator[str]:
-    if names:
-        yield f"\n{title}:"
-        yield from _lines(names, fields, "", None)
+def section(settings: type[Settings], verb: str, name: str) -> str:
+    """Describe one setting and every setting that it holds.
+
+    Args:
+        name: of a setting, for example `lora` or `validation.every`.
+
+    Raises:
+        InputError: the verb has no such setting; the message suggests the nearest one.
+    """
+    lines, asked = dict(_walk(settings.model_fields)), name.split(".")
+
+    def held(path: str) -> bool:
+        parts = path.split(".")
+        return len(parts) >= len(asked) and all(part in (a, _LABEL) for part, a in zip(parts, asked, strict=False))
+
+    chosen = [line for path, line in lines.items() if held(path)]
+    if not chosen:
+        raise InputError.of(name, None, f"`infembed {verb}` has no such setting: {nearest(name, lines)}")
+    return "\n".join(chosen)
 
 
-def _lines(names: Iterable[str], fields: dict[str, Any], prefix: str, holder: Any) -> Iterator[str]:
-    """Describe settings in a line each; `holder` is the default of the setting that holds them."""
-    for name in names:
-        field = fields[name]
-        facts = ", ".join(filter(None, [_default(name, field, holder), _limits(field)]))
-        yield f"  {prefix + name:<22} {field.description} ({facts})"
-        for inner in settings_classes(field.annotation)[:1] if prefix else []:
-            own = f"{prefix}{name}.{_label(field.annotation)}"
-            yield from _lines(inner.model_fields, inner.model_fields, own, field.default)
+def _walk(fields: Mapping[str, Any], prefix: str = "", holder: Any = None) -> Iterator[tuple[str, str]]:
+    """Yield dotted name and description of settings and of all that they hold.
+
+    Args:
+        holder: default of the setting that holds them, which may give them other defaults.
+    """
+    for name, field in fields.items():
+        path = prefix + name
+        facts = [describe_type(field.annotation), _default(name, field, holder), _limits(field)]
+        yield path, f"  {path:<22} {field.description} ({', '.join(filter(None, facts))})"
+        in_mapping = any(get_origin(part) is dict for part in (field.annotation, *get_args(field.annotation)))
+        for cls in settings_classes(field.annotation):
+            yield from _walk(cls.model_fields, f"{path}.{f'{_LABEL}.' if in_mapping else ''}", field.default)
 
 
 def _limits(field: Any) -> str:
@@ -68,54 +77,9 @@ def _limits(field: Any) -> str:
     return ", ".join(text.format(bounds[name]) for name, text in _BOUNDS.items() if name in bounds)
 
 
-def section(settings: type[Settings], verb: str, name: str) -> str:
-    """Describe one setting, and with type, default and meaning every setting that it holds.
-
-    Args:
-        name: of a setting, for example `lora` or `validation.every`.
-
-    Raises:
-        InputError: the verb has no such setting; the message suggests the nearest one.
-    """
-    classes, field, holder = [settings], None, None
-    walked: list[str] = []
-    for part in name.split("."):
-        fields = {key: value for cls in classes for key, value in cls.model_fields.items()}
-        if field is not None and fields and part not in fields and _label(field.annotation):
-            walked.append(part)  # a label that the user chooses
-            continue
-        if not fields:
-            raise InputError.of(name, None, f"`infembed {verb}` has no such setting: {'.'.join(walked)} is one value")
-        if part not in fields:
-            raise InputError.of(name, None, f"`infembed {verb}` has no such setting: {nearest(part, fields)}")
-        holder, field = (field.default if field else None), fields[part]
-        classes = settings_classes(field.annotation)
-        walked.append(part)
-    assert field is not None
-    path = ".".join(walked)
-    lines = [
-        f"{path}: {_facts(walked[-1], field, holder)}",
-        f"  {field.description}",
-    ]
-    prefix = f"{path}.{_label(field.annotation) if len(walked) == 1 else ''}"
-    for cls in classes:
-        lines += ["", f"{cls.__name__}: {inspect.cleandoc(cls.__doc__ or '')}"]
-        for key, inner in cls.model_fields.items():
-            lines += [
-                f"  {prefix}{key}: {_facts(key, inner, field.default)}",
-                f"      {inner.description}",
-            ]
-    return "\n".join(lines)
-
-
 def as_yaml(settings: Settings) -> str:
     """Write all settings with their values as a file that `--config` reads."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
-
-
-def _facts(name: str, field: Any, holder: Any) -> str:
-    """Return type, default and limits of a setting."""
-    return ", ".join(filter(None, [describe_type(field.annotation), _default(name, field, holder), _limits(field)]))
 
 
 def describe_type(
@@ -147,12 +111,6 @@ def describe_type(
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         return nested(annotation)
     return _NAMES.get(annotation, "any")
-
-
-def _label(annotation: Any) -> str:
-    """Return `LABEL.` if the settings are in a mapping whose labels the user chooses."""
-    in_mapping = any(get_origin(part) is dict for part in (annotation, *get_args(annotation)))
-    return "LABEL." if in_mapping else ""
 
 
 def _default(name: str, field: Any, holder: Any) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -44,45 +43,37 @@ _WORK = re.compile(r"\.(?P<lease>.+)\.(partial|encoded)")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-@dataclass(frozen=True)
-class RunEntry:
-    """A run: finished, with an output, or unfinished."""
+Run = dict[str, Any]
+"""A run as JSON: its state, stage, identity and address, and the fields of NOTHING that are known of it."""
+NOTHING: Run = {
+    "size": 0,
+    "latest": False,
+    "created": "",
+    "seconds": 0.0,
+    "commit": "",
+    "usd": 0.0,
+    "gates": {},
+    "progress": "",
+    "error": "",
+    "next": "",
+    "inputs": {},
+}
 
-    state: str
-    stage: str
-    identity: str
-    address: str
-    size: int = 0
-    """Bytes of its files."""
-    latest: bool = False
-    created: str = ""
-    seconds: float = 0.0
-    commit: str = ""
-    usd: float = 0.0
-    gates: Mapping[str, Any] = field(default_factory=dict)
-    """Limits that the output had to keep."""
-    progress: str = ""
-    error: str = ""
-    next: str = ""
-    inputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Name -> address and fingerprint."""
 
-    @property
-    def title(self) -> str:
-        """Stage, identity, time, code, cost, size and address in one line."""
-        parts = [f"{self.stage} {self.identity}", self.created]
-        parts += [f"{self.seconds:,.0f} s"] if self.seconds else []
-        parts += [f"commit {self.commit}"] if self.commit else []
-        parts += [f"{self.usd:.2f} USD"] if self.usd else []
-        parts += [_readable(self.size)] if self.size else []
-        return "  ".join([*filter(None, parts), self.address, *(["latest"] if self.latest else [])])
+def _title(run: Run) -> str:
+    """Return stage, identity, time, code, cost, size and address in one line."""
+    parts = [f"{run['stage']} {run['identity']}", run["created"]]
+    parts += [f"{run['seconds']:,.0f} s"] if run["seconds"] else []
+    parts += [f"commit {run['commit']}"] if run["commit"] else []
+    parts += [f"{run['usd']:.2f} USD"] if run["usd"] else []
+    parts += [_readable(run["size"])] if run["size"] else []
+    return "  ".join([*filter(None, parts), run["address"], *(["latest"] if run["latest"] else [])])
 
-    def lines(self) -> Iterator[str]:
-        """Yield the title and, indented, what is left to do."""
-        yield f"{self.state}  {self.title}"
-        for name in ("progress", "error", "next"):
-            if value := getattr(self, name):
-                yield f"  {name}: {value}"
+
+def _lines(run: Run) -> Iterator[str]:
+    """Yield the title and, indented, what is left to do."""
+    yield f"{run['state']}  {_title(run)}"
+    yield from (f"  {name}: {run[name]}" for name in ("progress", "error", "next") if run[name])
 
 
 def print_runs(directory: str, json: bool = False) -> None:
@@ -96,7 +87,7 @@ def print_runs(directory: str, json: bool = False) -> None:
         raise InputError.of(
             "DIR", directory, "has no output of a stage", "give the `output` of a stage or of a pipeline"
         )
-    _print([asdict(run) for run in runs], (line for run in runs for line in run.lines()), json)
+    _print(runs, (line for run in runs for line in _lines(run)), json)
 
 
 def print_run(run_address: str, json: bool = False) -> None:
@@ -113,11 +104,11 @@ def print_run(run_address: str, json: bool = False) -> None:
         run = run_at(address(place)) or _unfinished_at(place)
         if run is None:
             raise InputError.of("RUN", run_address, "is no output of a stage", "list them with `infembed runs DIR`")
-        below = listing(place_of(run.address))
-    run, ancestry = replace(run, size=sum(below.values())), list(_ancestry(run))
-    lines = [*run.lines(), *([f"  gates: {run.gates}"] if run.gates else [])]
+        run["size"] = sum(listing(place_of(run["address"])).values())
+    ancestry = list(_ancestry(run))
+    lines = [*_lines(run), *([f"  gates: {run['gates']}"] if run["gates"] else [])]
     lines += [f"{'  ' * made['depth']}{made['name']}: {made['title']}" for made in ancestry]
-    _print({**asdict(run), "ancestry": ancestry}, iter(lines), json)
+    _print({**run, "ancestry": ancestry}, iter(lines), json)
 
 
 def promote(release: str, alias: str, json: bool = False) -> None:
@@ -156,26 +147,16 @@ def clean(directory: str, yes: bool = False, json: bool = False) -> None:
 # ------------------------------------------------------------------------------------------------------------ finding
 
 
-def runs_below(place: Place) -> list[RunEntry]:
+def runs_below(place: Place) -> list[Run]:
     """Return the finished runs below a place, the oldest first, then the unfinished ones."""
     with errors_at(place, "DIR"):
         names = listing(place) if isinstance(place, Folder) or place.is_dir() else {}
-        finished = sorted(_finished(place, names), key=lambda run: run.created)
+        finished = sorted(_finished(place, names), key=lambda run: str(run["created"]))
         states = [place / name for name in names if name.endswith(SUFFIX) and not _in_work(name)]
-        unfinished = [_unfinished(file, names) for file in states]
-        recorded = {run.identity for run in unfinished}
-        for work in sorted({part for name in names if (part := _in_work(name))}):
-            held = PurePosixPath(work).name
-            match = _WORK.fullmatch(held)
-            assert match is not None
-            if match["lease"] not in recorded:
-                where = place / work
-                state = RUNNING if is_held(where.parent, match["lease"]) else INTERRUPTED
-                unfinished.append(RunEntry(state, "unfinished", match["lease"], address(where)))
-    return [*finished, *unfinished]
+        return [*finished, *map(_unfinished, states)]
 
 
-def _finished(place: Place, names: Mapping[str, int]) -> Iterator[RunEntry]:
+def _finished(place: Place, names: Mapping[str, int]) -> Iterator[Run]:
     for name in names:
         path = PurePosixPath(name)
         if path.name == MANIFEST and not _in_work(name):
@@ -183,10 +164,10 @@ def _finished(place: Place, names: Mapping[str, int]) -> Iterator[RunEntry]:
             if run := _read(where):
                 size = sum(size for other, size in names.items() if PurePosixPath(other).is_relative_to(path.parent))
                 newest = (read_text(place / str(path.parent.parent / LATEST)) or "").strip()
-                yield replace(run, size=size, latest=newest == run.identity)
+                yield run | {"size": size, "latest": newest == run["identity"]}
 
 
-def _read(place: Place) -> RunEntry | None:
+def _read(place: Place) -> Run | None:
     """Read the output at a place; None if it has no manifest, or another file of that name."""
     try:
         manifest = json.loads(read_text(place / MANIFEST) or "null")
@@ -201,22 +182,22 @@ def _read(place: Place) -> RunEntry | None:
         for name, entry in manifest["inputs"].items()
         if entry["path"] != entry["fingerprint"]  # else it is a value, not a file
     }
-    return RunEntry(
-        state=FINISHED,
-        stage=manifest["stage"],
-        identity=manifest["identity"],
-        address=address(place),
-        created=str(manifest["created"]),
-        seconds=manifest["seconds"],
-        commit=(code.get("commit") or "")[:12] + ("+" if code.get("uncommitted") else ""),
-        usd=manifest.get("usd") or 0.0,
-        gates={name: limit for name, limit in (settings.get("gates") or {}).items() if limit is not None},
-        next=NEXT.get(manifest["stage"], "").format(address(place)),
-        inputs=inputs,
-    )
+    return {
+        "state": FINISHED,
+        **{name: manifest[name] for name in ("stage", "identity")},
+        "address": address(place),
+        **NOTHING,
+        "created": str(manifest["created"]),
+        "seconds": manifest["seconds"],
+        "commit": (code.get("commit") or "")[:12] + ("+" if code.get("uncommitted") else ""),
+        "usd": manifest.get("usd") or 0.0,
+        "gates": {name: limit for name, limit in (settings.get("gates") or {}).items() if limit is not None},
+        "next": NEXT.get(manifest["stage"], "").format(address(place)),
+        "inputs": inputs,
+    }
 
 
-def run_at(value: str) -> RunEntry | None:
+def run_at(value: str) -> Run | None:
     """Return the finished run at an address, or the one that `latest` names there."""
     place = place_of(value)
     with errors_at(place, "RUN"):
@@ -227,37 +208,37 @@ def run_at(value: str) -> RunEntry | None:
         return _read(place)
 
 
-def _unfinished_at(place: Place) -> RunEntry | None:
+def _unfinished_at(place: Place) -> Run | None:
     file = place.parent / f".{place.name}{SUFFIX}"
-    return _unfinished(file, {}) if read_text(file) is not None else None
+    return _unfinished(file) if read_text(file) is not None else None
 
 
-def _unfinished(file: Place, names: Mapping[str, int]) -> RunEntry:
+def _unfinished(file: Place) -> Run:
     """Return a run from its state. A run without an error that holds no lease was killed; a pipeline holds none."""
     state = read_json(file)
     running = is_held(file.parent, state["run"])
     what = RUNNING if running else FAILED if state["error"] else INTERRUPTED
-    return RunEntry(
-        state=what,
-        stage=state["stage"],
-        identity=state["run"],
-        address=address(file.parent / state["run"]),
-        created=f"began {state['began']}, process {state['pid']} on {state['host']}, updated {state['updated']}",
-        progress=state["progress"],
-        error=state["error"] or "",
-        next="" if running else f"{state['command']}  resumes it",
-    )
+    return {
+        "state": what,
+        "stage": state["stage"],
+        "identity": state["run"],
+        "address": address(file.parent / state["run"]),
+        **NOTHING,
+        "created": f"began {state['began']}, process {state['pid']} on {state['host']}, updated {state['updated']}",
+        "progress": state["progress"],
+        "error": state["error"] or "",
+        "next": "" if running else f"{state['command']}  resumes it",
+    }
 
 
-def _ancestry(run: RunEntry, depth: int = 1) -> Iterator[dict[str, Any]]:
+def _ancestry(run: Run, depth: int = 1) -> Iterator[dict[str, Any]]:
     """Yield the inputs of a run and theirs, each after the output that was made from it."""
-    for name, entry in run.inputs.items():
+    for name, entry in run["inputs"].items():
         path = entry["address"]
         made = run_at(path)
         exists = is_uri(path) or not path.startswith("/") or Path(path).exists()
-        title = (
-            made.title if made else f"{path}  {entry.get('fingerprint', '')}{'' if exists else '  (no longer there)'}"
-        )
+        gone = "" if exists else "  (no longer there)"
+        title = _title(made) if made else f"{path}  {entry.get('fingerprint', '')}{gone}"
         yield {"depth": depth, "name": name, **entry, "title": title}
         if made is not None:
             yield from _ancestry(made, depth + 1)
@@ -284,22 +265,22 @@ def _stale(root: Place, names: Mapping[str, int]) -> Iterator[dict[str, Any]]:
 
 def _old(root: Place, names: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """Yield the finished outputs that nothing keeps."""
-    runs = {run.address: run for run in _finished(root, names)}
+    runs = {run["address"]: run for run in _finished(root, names)}
     aliases = [read_json(root / name) or {} for name in names if name.endswith(releases.ALIAS)]
     todo = [alias["release"] for alias in aliases if "release" in alias]
-    todo += [where for where, run in runs.items() if run.latest or run.stage == releases.RELEASE]
-    todo += [where for where, run in runs.items() if is_held(place_of(where).parent, run.identity)]
+    todo += [where for where, run in runs.items() if run["latest"] or run["stage"] == releases.RELEASE]
+    todo += [where for where, run in runs.items() if is_held(place_of(where).parent, run["identity"])]
     kept: set[str] = set()
     while todo:
         made = run_at(todo.pop())
-        if made is not None and made.address not in kept:
-            kept.add(made.address)
-            todo += [entry["address"] for entry in made.inputs.values()]
+        if made is not None and made["address"] not in kept:
+            kept.add(made["address"])
+            todo += [entry["address"] for entry in made["inputs"].values()]
     for where, run in runs.items():
         place = place_of(where)
-        if where not in kept and run.identity == place.name and read_text(place.parent / LATEST):
-            what = f"old output of `{run.stage}`"
-            yield {"what": what, "address": where, "size": run.size, "lease": run.identity}
+        if where not in kept and run["identity"] == place.name and read_text(place.parent / LATEST):
+            what = f"old output of `{run['stage']}`"
+            yield {"what": what, "address": where, "size": run["size"], "lease": run["identity"]}
 
 
 def _remove(place: Place, held: str) -> None:

@@ -1,4 +1,4 @@
-"""Verbs that take arguments in place of settings."""
+"""Commands that take arguments in place of settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Tool:
-    """A verb that takes arguments."""
+    """A command that takes arguments."""
 
     help: str
     function: str
@@ -39,17 +39,34 @@ def create_key(name: str, file: str, scopes: str, rate: float | None, collection
 
 
 _JSON = _argument("--json", action="store_true", help="print JSON")
+_OUTPUTS = _argument("directory", metavar="DIR", help="`output` of a stage or a pipeline, or a directory of several")
+_INDEX = _argument("directory", metavar="DIR", help="output of `infembed index`, or its address in Milvus")
 
 TOOLS = {
-    "plan": Tool("estimate what a training or an index needs and costs", "", example="plan train --help"),
     "runs": Tool(
         "list the outputs below a directory, the unfinished ones with their last error and the next command",
         "cli.runs:print_runs",
+        (_OUTPUTS, _JSON),
+        "runs runs",
+    ),
+    "runs show": Tool(
+        "show a run: state, error, next command, what it was made from, gates, cost and size",
+        "cli.runs:print_run",
+        (_argument("run_address", metavar="RUN", help="an output, or a directory whose `latest` names one"), _JSON),
+    ),
+    "runs promote": Tool(
+        "let an alias name a release; `serve` and `evaluate` take the alias",
+        "cli.runs:promote",
         (
-            _argument("directory", metavar="DIR", help="`output` of a stage or a pipeline, or a directory of several"),
+            _argument("release", metavar="RUN", help="a release, OUTPUT/release of a pipeline, or an alias"),
+            _argument("alias", metavar="ALIAS", help="path or URI that ends in .release, such as runs/live.release"),
             _JSON,
         ),
-        "runs runs",
+    ),
+    "runs clean": Tool(
+        "list what can be removed: stale partial outputs, and old versions that nothing names",
+        "cli.runs:clean",
+        (_OUTPUTS, _argument("--yes", action="store_true", help="remove it"), _JSON),
     ),
     "journal": Tool(
         "check, compact, export, import or reconcile a journal of LLM responses",
@@ -64,17 +81,7 @@ TOOLS = {
     "doctor": Tool(
         "check this machine's environment and show how to mend it",
         "cli.doctor:run",
-        (
-            _argument("places", metavar="OUTPUT", nargs="*", help="directories and URIs that outputs go to"),
-            _argument("--endpoint", metavar="URL", help="LLM endpoint up to /v1, to ask for its models: free"),
-            _argument(
-                "--key-env",
-                metavar="NAME",
-                default="OPENAI_API_KEY",
-                help="variable with its key (default: %(default)s)",
-            ),
-            _argument("--port", type=int, default=8000, help="port of an API (default: %(default)s)"),
-        ),
+        (_argument("places", metavar="OUTPUT", nargs="*", help="directories and URIs that outputs go to"),),
         "doctor runs",
     ),
     "init": Tool(
@@ -93,13 +100,6 @@ TOOLS = {
         ),
         "quickstart",
     ),
-}
-"""Verb -> its function and arguments. `plan` has verbs of its own."""
-
-_INDEX = _argument("directory", metavar="DIR", help="output of `infembed index`, or its address in Milvus")
-_RUN = _argument("run_address", metavar="RUN", help="an output, or a directory whose `latest` names one")
-
-ACTIONS = {
     "index versions": Tool(
         "list the versions of an index; mark the latest",
         "retrieval.admin:run",
@@ -129,30 +129,5 @@ ACTIONS = {
             _argument("--collections", metavar="NAMES", help="that it may use, such as news,law; default: all"),
         ),
     ),
-    "runs show": Tool(
-        "show a run: state, error, next command, what it was made from, gates, cost and size",
-        "cli.runs:print_run",
-        (_RUN, _JSON),
-    ),
-    "runs promote": Tool(
-        "let an alias name a release; `serve` and `evaluate` take the alias",
-        "cli.runs:promote",
-        (
-            _argument(
-                "release", metavar="RUN", help="a release, OUTPUT/release of a pipeline (its latest), or an alias"
-            ),
-            _argument("alias", metavar="ALIAS", help="path or URI that ends in .release, such as runs/live.release"),
-            _JSON,
-        ),
-    ),
-    "runs clean": Tool(
-        "list what can be removed: stale partial outputs, and old versions that nothing names",
-        "cli.runs:clean",
-        (
-            _argument("directory", metavar="DIR", help="`output` of a stage or a pipeline, or a directory of several"),
-            _argument("--yes", action="store_true", help="remove it"),
-            _JSON,
-        ),
-    ),
 }
-"""Verbs of two words."""
+"""Words of a command -> its function and arguments."""

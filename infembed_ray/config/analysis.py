@@ -18,15 +18,6 @@ class AnalyzeGates(Settings):
         le=1,
         description="minimum share of the judge's answers that pick the right passage, of each scenario",
     )
-    max_near_duplicates: float | None = Field(
-        None, ge=0, le=1, description="maximum share of a kind's texts that are nearly equal to another"
-    )
-    max_contaminated: float | None = Field(
-        None, ge=0, le=1, description="maximum share of a kind's texts that match an evaluation set"
-    )
-    min_kappa: float | None = Field(
-        None, ge=-1, le=1, description="minimum mean kappa of each LLM rater with the reference raters"
-    )
 
 
 class AgreementSettings(Settings):
@@ -42,15 +33,6 @@ class AgreementSettings(Settings):
     )
     endpoint: Endpoint = runtime_field(Endpoint(), description="serves the models")
     limits: Limits = runtime_field(Limits(), description="of all LLM raters together")
-    prices: str | None = runtime_field(
-        None, description="path or URI of a YAML file like llm/prices.yaml with your own prices, which override it"
-    )
-    max_dead_letters: float = runtime_field(
-        0.1,
-        ge=0,
-        le=1,
-        description="maximum share of items without an answer of a rater; above it nothing is published",
-    )
 
 
 class AnalyzeSettings(Settings):
@@ -66,9 +48,6 @@ class AnalyzeSettings(Settings):
     )
     evaluations: dict[str, InputPath] = runtime_field(
         {}, description="label -> a file or directory of an evaluation set whose texts must not be in the records"
-    )
-    near_duplicates: float = Field(
-        0.7, ge=0.5, le=1, description="Jaccard similarity of word trigrams from which texts are near-duplicates"
     )
     clean: bool = Field(
         False, description="publish the records that stay, without near-duplicates and texts of evaluation sets"

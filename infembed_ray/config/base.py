@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from infembed_ray.errors import Fault, InputError
@@ -48,9 +57,17 @@ ModelName = Annotated[str, Kind(is_path=False, stages=("train",))]
 """A model: a directory, or any other name."""
 
 
+_RUNTIME: dict[str, Any] = {"identity": False}
+
+
+def filled_in(**values: Any) -> BeforeValidator:
+    """Return a validator that gives settings, unless they are given, the values that the settings around them fill in."""
+    return BeforeValidator(lambda given: {**values, **given} if isinstance(given, dict) else given)
+
+
 def runtime_field(default: Any = ..., *, description: str, **bounds: Any) -> Any:
     """Declare a field that says where or how fast a step runs, and does not change what it computes."""
-    return Field(default, description=description, json_schema_extra={"identity": False}, **bounds)
+    return Field(default, description=description, json_schema_extra=_RUNTIME, **bounds)
 
 
 class Settings(BaseModel):
@@ -145,18 +162,10 @@ class Settings(BaseModel):
             invalid = InputError(*(fault for one in error.errors(include_url=False) for fault in _faults(cls, one)))
             raise invalid.within(where) from error
 
-    @classmethod
-    def unknown_key(cls, name: str) -> str:
-        """Return what an error says of a key that is not a setting: the nearest valid name."""
-        return nearest(name, cls.model_fields)
-
     def identity(self) -> dict[str, Any]:
         """Return the settings that decide the result (all but runtime fields) as plain JSON values."""
-
-        def decides(field: FieldInfo) -> bool:
-            return not (isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("identity") is False)
-
-        return {name: _json(getattr(self, name)) for name, field in type(self).model_fields.items() if decides(field)}
+        fields = type(self).model_fields.items()
+        return {name: _json(getattr(self, name)) for name, field in fields if field.json_schema_extra != _RUNTIME}
 
 
 def _json(value: Any) -> Any:
@@ -242,7 +251,7 @@ def _faults(cls: type[Settings], invalid: Any) -> Iterator[Fault]:
         for part in location[:-1]:
             inner = settings_classes(owner.model_fields[part].annotation) if part in owner.model_fields else []
             owner = _tagged(part) or next(iter(inner), owner)
-        yield Fault(name, None, "unknown key", owner.unknown_key(location[-1]))
+        yield Fault(name, None, "unknown key", nearest(location[-1], owner.model_fields))
     elif invalid["type"] == "missing":
         yield Fault(name, None, "is missing", f"set {name}=...")
     else:
@@ -252,5 +261,5 @@ def _faults(cls: type[Settings], invalid: Any) -> Iterator[Fault]:
 
 def _tagged(tag: str, root: type[Settings] = Settings) -> type[Settings] | None:
     """Return the settings class of a union's tag `<class name>`; None for other parts of a location."""
-    found = (cls if tag == f"<{cls.__name__}>" else _tagged(tag, cls) for cls in root.__subclasses__())
-    return next(filter(None, found), None)
+    matches = (cls if tag == f"<{cls.__name__}>" else _tagged(tag, cls) for cls in root.__subclasses__())
+    return next(filter(None, matches), None)

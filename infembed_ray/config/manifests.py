@@ -17,7 +17,6 @@ class NodeGroup(Settings):
     resources: dict[str, str | int] = Field(
         description="Kubernetes resources of a pod, requested and limited: cpu, memory, nvidia.com/gpu, vpc.amazonaws.com/efa"
     )
-    node_selector: dict[str, str] = Field({}, description="labels of the Kubernetes nodes that may run the pods")
 
     @property
     def gpus(self) -> int:
@@ -26,13 +25,12 @@ class NodeGroup(Settings):
 
 
 class ManifestsSettings(Settings):
-    """`infembed manifests`: the settings files of the verbs -> RayJobs, a RayService and what protects them."""
+    """`infembed manifests`: jobs/configs/VERB.yaml -> RayJobs, a RayService and what protects them."""
 
     output: str = Field(
         "kubernetes",
         description="directory of the manifests; files of an earlier run are replaced, all but those of `base`",
     )
-    configs: str = Field("jobs/configs", description="directory of the settings files, VERB.yaml")
     stages: dict[str, dict[str, int | str] | None] = Field(
         description="verb -> node group -> pods, a number or for `serve` a range such as 2-8; null: no manifest"
     )

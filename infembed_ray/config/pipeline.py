@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from infembed_ray.config.analysis import AnalyzeSettings
-from infembed_ray.config.base import Settings, runtime_field
+from infembed_ray.config.base import Settings, filled_in, runtime_field
 from infembed_ray.config.evaluation import EvaluateSettings
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.config.serving import ServeSettings
@@ -16,11 +16,6 @@ from infembed_ray.config.training import TrainSettings
 
 BASE, TRAINED = "base", "trained"
 """Labels of the backbone and of the trained model in the pipeline's evaluation."""
-
-
-def _filled_in(**values: Any) -> BeforeValidator:
-    """Return a validator that gives a stage the settings that the pipeline fills in, unless they are given."""
-    return BeforeValidator(lambda given: {**values, **given} if isinstance(given, dict) else given)
 
 
 WIRES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -45,25 +40,23 @@ class PipelineSettings(Settings):
     """
 
     output: str = runtime_field(description="directory or URI; each stage publishes into its folder there")
-    synthesize: Annotated[SynthesizeSettings, _filled_in(output="")] | None = Field(
-        None, description="seeds -> records"
-    )
-    analyze: Annotated[AnalyzeSettings, _filled_in(output="", records="")] | None = Field(
+    synthesize: Annotated[SynthesizeSettings, filled_in(output="")] | None = Field(None, description="seeds -> records")
+    analyze: Annotated[AnalyzeSettings, filled_in(output="", records="")] | None = Field(
         None,
         description="records -> quality report; `gates` stops the pipeline, `clean` passes on the records that stay",
     )
-    train: Annotated[TrainSettings, _filled_in(output="")] | None = Field(
+    train: Annotated[TrainSettings, filled_in(output="")] | None = Field(
         None, description="records + backbone -> checkpoint"
     )
-    evaluate: Annotated[EvaluateSettings, _filled_in(output="", models={}, gate=TRAINED)] | None = Field(
+    evaluate: Annotated[EvaluateSettings, filled_in(output="", models={}, gate=TRAINED)] | None = Field(
         None,
         description=f"models (default: `{BASE}`, the backbone, and `{TRAINED}`) -> tables; `gate` (default: `{TRAINED}`) "
         "stops the pipeline",
     )
-    index: Annotated[IndexSettings, _filled_in(output="", model="")] | None = Field(
+    index: Annotated[IndexSettings, filled_in(output="", model="")] | None = Field(
         None, description="checkpoint + corpus -> index"
     )
-    serve: Annotated[ServeSettings, _filled_in(index="")] | None = Field(
+    serve: Annotated[ServeSettings, filled_in(index="")] | None = Field(
         None, description="index -> HTTP API; `probes` decide whether it is promoted"
     )
 

@@ -2,50 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from infembed_ray.config.base import Settings, runtime_field
+from infembed_ray.config.base import Settings
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.config.training import TrainSettings
 
 Tokens = Annotated[int, Field(ge=1)]
 
 
-class PlannedGpus(Settings):
-    """The GPUs of a plan. A null takes the figure of planning/hardware.py."""
+class _WithoutFiles(Settings):
+    """Settings of a verb whose inputs and output a plan does without."""
 
-    gpu: str = Field("a100-80g", description="a GPU of planning/hardware.py")
-    gpu_gib: float | None = Field(None, gt=0, description="GiB of a GPU's memory that a process can use")
-    gpu_usd_per_hour: float | None = Field(None, ge=0, description="price of a GPU and its share of the node")
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for name in {"records", "corpus", "output"} & cls.model_fields.keys():
+            cls.model_fields[name].default = ""
+        cls.model_rebuild(force=True)
 
 
-class PlanTrainSettings(PlannedGpus, TrainSettings):
-    """`infembed plan train`: the settings of a training, with one GPU per worker.
+class PlanTrainSettings(_WithoutFiles, TrainSettings):
+    """`infembed plan train`: the settings of a training, with one GPU per worker. `train --dry-run` plans for existing records.
 
     The defaults of `epoch_records` and `tokens` are those of the published set (paper, section 4.1 and Table 1 x 1.35).
     """
 
-    records: str = runtime_field("", description="as for training; existing records are read")
-    output: str = runtime_field("", description="as for training")
-    epoch_records: int = Field(38_759, ge=1, description="records of an epoch, if they do not exist yet")
+    gpu: str = Field("a100-80g", description="a GPU of planning/train.py")
+    gpu_usd_per_hour: float | None = Field(
+        None, ge=0, description="price of a GPU and its share of the node; null: no cost"
+    )
+    epoch_records: int = Field(38_759, ge=1, description="records of an epoch")
     tokens: tuple[Tokens, Tokens, Tokens] = Field(
         (48, 11, 75),
-        description="mean tokens of an instruction, a query and a passage, if the records do not exist yet",
+        description="mean tokens of an instruction, a query and a passage",
     )
     mfu: float = Field(
         0.4, gt=0, lt=1, description="MFU (share of the peak) of a step without recomputation, as a run logs it"
     )
 
 
-class PlanIndexSettings(PlannedGpus, IndexSettings):
-    """`infembed plan index`: the settings of an index, and the size of its corpus."""
+class PlanIndexSettings(_WithoutFiles, IndexSettings):
+    """`infembed plan index`: the settings of an index, and the size of its corpus, which is not read."""
 
-    corpus: str = runtime_field("", description="as for the index; not read")
-    output: str = runtime_field("", description="as for the index")
     passages: int = Field(1_000_000, ge=1, description="passages of the corpus")
     passage_tokens: int = Field(75, ge=1, description="mean tokens of a passage")
-    tokens_per_s: float | None = Field(
-        None, gt=0, description="measured tokens per second that a GPU encodes; null: 40 % of its peak FLOP/s in bf16"
-    )

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from infembed_ray.config.base import ModelName, Settings, runtime_field
-from infembed_ray.config.evaluation import EvaluateSettings, NamedRetriever
+from infembed_ray.config.base import ModelName, Settings, filled_in, runtime_field
+from infembed_ray.config.evaluation import EvaluateSettings
 from infembed_ray.config.training import TrainSettings
-
-
-class SweepTraining(TrainSettings):
-    """Settings of all trainings of a sweep."""
-
-    model: ModelName = runtime_field("", description="set by `models` of the sweep; leave it out")
-    output: str = runtime_field("", description="set by `output` of the sweep; leave it out")
-
-
-class SweepEvaluation(EvaluateSettings):
-    """Settings of all evaluations of a sweep."""
-
-    models: dict[str, NamedRetriever] = runtime_field({}, description="set by the sweep; leave it out")
-    output: str = runtime_field("", description="set by `output` of the sweep; leave it out")
 
 
 class SweepSettings(Settings):
     """`infembed sweep`: objectives x backbones x seeds, trained and evaluated -> one table (paper, Tables 3, 4 and 6)."""
 
-    train: SweepTraining = Field(description="settings of every training; a row may change some")
-    evaluate: SweepEvaluation = Field(description="settings of every evaluation")
+    train: Annotated[TrainSettings, filled_in(model="", output="")] = Field(
+        description="settings of every training; a row may change some"
+    )
+    evaluate: Annotated[EvaluateSettings, filled_in(models={}, output="")] = Field(
+        description="settings of every evaluation"
+    )
     output: str = runtime_field(description="directory of the published tables; its folder `trials` holds the trials")
     models: dict[str, ModelName] = runtime_field(description="label -> backbone: a directory or a hub name")
     objectives: tuple[str, ...] = Field(

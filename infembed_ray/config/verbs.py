@@ -39,8 +39,8 @@ class Verb:
     example: str = ""
     """One command that works, without `infembed`."""
     dry_run: str = ""
-    """`module:name` of the function of the settings that yields what a run would do, line by line; default: `describe` beside
-    `function`. It calls the stage's own checks, and writes, probes and starts nothing."""
+    """`module:name` of the function of the settings that yields what a run would do, line by line; default: `describe` in the
+    module of `function`. It calls the stage's own checks, and writes, probes and starts nothing."""
 
     @property
     def settings(self) -> type[Settings]:
@@ -149,9 +149,17 @@ MAINTENANCE = {
 """Verbs that are no stages: they have no job script."""
 
 PLANS = {
-    "train": Verb("memory, time and cost of a training", "planning.train:plan", "planning:PlanTrainSettings"),
-    "index": Verb(
-        "types, memory, disk, time and cost of an index", "planning.index:plan", "planning:PlanIndexSettings"
+    "plan train": Verb(
+        "estimate memory, time and cost of a training",
+        "planning.train:plan",
+        "planning:PlanTrainSettings",
+        "plan train model=Qwen/Qwen2.5-7B precision=bf16 workers=8",
+    ),
+    "plan index": Verb(
+        "estimate types, memory, disk and build time of an index",
+        "planning.index:plan",
+        "planning:PlanIndexSettings",
+        "plan index model=Qwen/Qwen2.5-7B passages=1000000",
     ),
 }
-"""What `infembed plan` estimates. A plan prints; it runs and writes nothing."""
+"""Plans. A plan prints; it runs and writes nothing."""

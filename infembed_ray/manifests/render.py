@@ -25,6 +25,8 @@ from infembed_ray.progress import say
 
 BASE = "kubernetes"
 """Directory of the plain manifests, below `jobs` and below the output."""
+CONFIGS = Path("jobs/configs")
+"""Directory of the settings files, VERB.yaml, as `infembed init` writes them."""
 SERVE = "serve"
 NAMESPACE = "infembed"
 REDIS = "infembed-redis:6379"
@@ -51,7 +53,7 @@ def run(settings: ManifestsSettings) -> None:
         shutil.copytree(project_files() / "jobs" / BASE, output / "base")
     (output / "jobs").mkdir(parents=True, exist_ok=True)
     for name in (name for name in loaded if name != SERVE):
-        text = _file(settings, name).read_text(encoding="utf-8").strip()
+        text = _file(name).read_text(encoding="utf-8").strip()
         content = _render(settings, "rayjob.yaml", name, content=text, name="")
         digest = hashlib.sha256(content.encode()).hexdigest()[:8]
         content = _render(settings, "rayjob.yaml", name, content=text, name=f"infembed-{name}-{digest}")
@@ -70,7 +72,7 @@ def prepare(settings: ManifestsSettings) -> tuple[dict[str, Settings], Any]:
     """Return the settings of the stages, and the plan of the API if it is one of them; InputError as `run`."""
     stages = [name for name, nodes in settings.stages.items() if nodes is not None]
     check_all(*(partial(_require_valid, settings, name) for name in stages))
-    loaded = {name: VERBS[name].settings.load(str(_file(settings, name))) for name in stages}
+    loaded = {name: VERBS[name].settings.load(str(_file(name))) for name in stages}
     check_all(*(partial(_require_room, settings, name, loaded[name]) for name in stages))
     return loaded, _plan_of_serve(loaded[SERVE]) if SERVE in loaded else None
 
@@ -86,8 +88,8 @@ def describe(settings: ManifestsSettings) -> Iterator[str]:
     yield f"output {Path(settings.output).resolve()}"
 
 
-def _file(settings: ManifestsSettings, verb: str) -> Path:
-    return Path(settings.configs) / f"{verb}.yaml"
+def _file(verb: str) -> Path:
+    return CONFIGS / f"{verb}.yaml"
 
 
 def _render(settings: ManifestsSettings, template: str, verb: str, **values: Any) -> str:
@@ -132,7 +134,7 @@ def _require_valid(settings: ManifestsSettings, name: str) -> None:
             )
     if "default" not in settings.images:
         raise InputError.of("images.default", None, "is missing", "set it to the image of CPU pods and of the head")
-    VERBS[name].settings.load(str(_file(settings, name)))
+    VERBS[name].settings.load(str(_file(name)))
 
 
 def _require_room(settings: ManifestsSettings, name: str, verb: Settings) -> None:
@@ -154,15 +156,10 @@ def _require_room(settings: ManifestsSettings, name: str, verb: Settings) -> Non
 
 
 def _of(settings: ManifestsSettings, group: str, resource: str) -> float:
-    """Return how much of a resource a pod of a group has."""
+    """Return how much of a resource a pod of a group has; `500m` CPUs are 0.5."""
     pod = settings.groups[group]
-    return pod.gpus if resource == "GPU" else _cpus(pod.resources.get("cpu", 0))
-
-
-def _cpus(quantity: str | int) -> float:
-    """Return a Kubernetes quantity of CPUs as a number: `500m` is 0.5."""
-    text = str(quantity)
-    return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
+    cpus = str(pod.resources.get("cpu", 0))
+    return pod.gpus if resource == "GPU" else float(cpus[:-1]) / 1000 if cpus.endswith("m") else float(cpus)
 
 
 def _demands(name: str, verb: Settings) -> Iterator[tuple[str, int, dict[str, float]]]:

@@ -1,18 +1,11 @@
 """Memory of a training step by component, as DeepSpeed 0.19 allocates it.
 
-With P parameters, T of them trained, b bytes each (fp32: 4, bf16: 2) and N workers, mixed precision takes (ZeRO,
-Rajbhandari et al., arXiv 1910.02054, section 3.1) b P for parameters, b T for gradients, 4 T for fp32 master weights and
-8 T for Adam's moments: the paper's 2 + 2 + 12 bytes per parameter. ZeRO-1 divides master weights and moments by N, ZeRO-2
-also the gradients, ZeRO-3 also the parameters. DeepSpeed differs from the paper:
+States follow ZeRO (arXiv 1910.02054, section 3.1): 2 + 2 + 12 bytes per parameter in bf16. DeepSpeed differs from the paper:
+gradients accumulate in fp32; ZeRO-1 and 2 copy an fp32 model to flat fp32 master weights; gradients travel in a buffer of
+`reduce_bucket_size` elements and are copied once more, flat, when it is reduced.
 
-- Gradients accumulate in fp32 (`grad_accum_dtype`), so a worker's share takes 4 bytes whatever b is.
-- ZeRO-1 and 2 copy an fp32 model to flat fp32 master weights. ZeRO-3 does not: its parameters are the master weights.
-- Gradients travel in a buffer of `reduce_bucket_size` elements, which exists during a backward pass (ZeRO-3: always), and
-  are copied once more, flat, when it is reduced.
-
-Activations are counted, not estimated. With flash attention, everything that a backbone saves for its backward pass is linear in
-the tokens: attention saves queries, keys, values, output and one number per token and head, never the weights (FlashAttention,
-arXiv 2205.14135). So a pass over a few tokens on the meta device gives the bytes per token of any architecture.
+Activations are counted: with flash attention (arXiv 2205.14135), what a backbone saves for its backward pass is linear in the
+tokens, so a pass over a few tokens on the meta device gives the bytes per token of any architecture.
 """
 
 from __future__ import annotations
@@ -30,6 +23,10 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 
 GIB = 2**30
 FLOAT = 4
+FRAMEWORK_GIB = 2.5
+"""CUDA context, NCCL and cuBLAS buffers per GPU."""
+FRAGMENTATION = 0.05
+"""Share of the tensors' bytes that the caching allocator loses."""
 _MOMENTS = 8
 _ALLREDUCE = 500_000_000
 """Elements that ZeRO-0 reduces at once (DeepSpeed's `numel_per_bucket`)."""
@@ -91,13 +88,8 @@ class HeldActivations:
 class StepMemory:
     """Bytes on one GPU at one moment; the components add up.
 
-    Attributes:
-        parameters: as the forward pass reads them; under ZeRO-3 the worker's share and those gathered at once.
-        gradients, master: the worker's share, in fp32.
-        optimizer: Adam's moments.
-        activations: saved by autograd, and temporaries of the backward pass.
-        communication: buckets.
-        framework: memory outside the tensors, and losses of the allocator.
+    `parameters` are as the forward pass reads them, `gradients` and `master` the worker's fp32 share, `optimizer` Adam's moments,
+    `activations` those saved by autograd and the backward pass's temporaries, `framework` what is outside the tensors.
     """
 
     parameters: float = 0.0
@@ -120,16 +112,12 @@ def step_memory(
     workers: int,
     config: Mapping[str, Any],
     backward_passes: int = 1,
-    framework: float = 0.0,
 ) -> StepMemory:
-    """Memory of one GPU at the peak of a step, after the first step.
-
-    The peak is at the start or the end of the backward pass, or in the update. In between, gradients replace activations.
+    """Memory of one GPU at the peak of a step: at the start or the end of the backward pass, or in the update.
 
     Args:
         config: the DeepSpeed JSON.
         backward_passes: of a step; the later ones find gradients of the earlier ones.
-        framework: bytes outside the tensors.
     """
     zero = config["zero_optimization"]
     stage = zero["stage"]
@@ -163,7 +151,7 @@ def step_memory(
                 gradients, summed = float(weights.trained * FLOAT), True
             elif optimizer_on:
                 gradients = float(weights.largest * weights.nbytes)  # one at a time, on its way to the host
-    states = StepMemory(own + gathered, gradients, master, moments, 0.0, 0.0, framework)
+    states = StepMemory(own + gathered, gradients, master, moments)
     at_first = replace(
         states,
         gradients=gradients if summed else 0.0,
@@ -175,11 +163,16 @@ def step_memory(
     return max(at_first, at_last, in_update, key=lambda memory: memory.total)
 
 
-def start_memory(weights: ModelSize, workers: int, config: Mapping[str, Any], framework: float = 0.0) -> float:
+def with_framework(memory: StepMemory) -> StepMemory:
+    """Add what a GPU holds besides the tensors."""
+    return replace(memory, framework=FRAMEWORK_GIB * GIB + FRAGMENTATION * memory.total)
+
+
+def start_memory(weights: ModelSize, workers: int, config: Mapping[str, Any]) -> float:
     """Bytes on one GPU while the model is loaded: twice, as it arrives and flat; under ZeRO-3 of its partition only."""
     if config["zero_optimization"]["stage"] == 3:
-        return 2 * weights.whole / workers + weights.largest * weights.nbytes + framework
-    return 2 * weights.whole + framework
+        return 2 * weights.whole / workers + weights.largest * weights.nbytes
+    return 2 * weights.whole
 
 
 def offloaded(config: Mapping[str, Any]) -> tuple[bool, bool]:

@@ -61,7 +61,7 @@ REPORT = "report.html"
 
 
 @dataclass(frozen=True)
-class Outputs:
+class QuickstartOutputs:
     """Published output of each stage."""
 
     records: Published
@@ -101,7 +101,7 @@ def run(directory: str, port: int, keep_serving: bool) -> None:
     say(ending(root, report, port))
 
 
-def run_stages(root: Path, backbone: str) -> Outputs:
+def run_stages(root: Path, backbone: str) -> QuickstartOutputs:
     """Run every stage before serving, from synthesis to the index."""
     made = _synthesize(root)
     analysis = _run(
@@ -109,7 +109,7 @@ def run_stages(root: Path, backbone: str) -> Outputs:
     )
     checkpoint = _train(root, made, backbone)
     evaluated = _evaluate(root, made, {BEFORE: backbone, AFTER: checkpoint.address})
-    return Outputs(made, analysis, checkpoint, evaluated, _index(root, made, checkpoint))
+    return QuickstartOutputs(made, analysis, checkpoint, evaluated, _index(root, made, checkpoint))
 
 
 def _synthesize(root: Path) -> Published:
@@ -172,7 +172,7 @@ def _run(what: str, stage: Callable[[S], Published], settings: S) -> Published:
     return output
 
 
-def _report(path: Path, outputs: Outputs, rankings: dict[str, list[Ranking]]) -> Path:
+def _report(path: Path, outputs: QuickstartOutputs, rankings: dict[str, list[Ranking]]) -> Path:
     details = {
         "analysis of the records": outputs.analysis.path / ANALYSIS_REPORT,
         "training": outputs.checkpoint.path / TRAINING_REPORT,

@@ -2,7 +2,7 @@
 
 Each trial is two steps with their own identities (a training, an evaluation), so a sweep that runs again skips finished
 steps and runs the rest, whether the driver was killed, a node was lost, or the sweep was extended by a row or a seed. The
-table shows failed trials, and the next run tries them again.
+table of a sweep is a step whose inputs are the trials' results.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.distributed import run as evaluate
-from infembed_ray.evaluation.results import Results
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.storage.places import address, place_of
-from infembed_ray.storage.steps import Published
+from infembed_ray.storage.run_state import recorded
+from infembed_ray.storage.steps import Published, Step, open_place, require_writable
 from infembed_ray.sweeps import table
-from infembed_ray.sweeps.table import Outcome
-from infembed_ray.sweeps.trials import Trial, combined, prepare
+from infembed_ray.sweeps.table import TrialFigures
+from infembed_ray.sweeps.trials import Trial, combined, trials
 from infembed_ray.training.launch import run as train
 
 TABLE = "table.md"
@@ -38,28 +38,34 @@ def run(settings: SweepSettings) -> Published:
     Raises:
         InputError: a trial has bad input (before any work), or trials failed (after all have run).
     """
-    planned, step = prepare(settings)
-    if done := step.finished():
-        return done
+    planned = trials(settings)
+    output = open_place(settings.output, "output")
+    require_writable(output, "output")
     connect()
-    with step.publish() as staging:
-        outcomes, trial_results = _run_trials(settings, planned)
-        markdown = table.as_markdown(outcomes)
-        (staging.path / TABLE).write_text(markdown, encoding="utf-8")
+    with recorded(output, "sweep", "sweep"):
+        places, figures = _run_trials(settings, planned)
+        markdown = table.as_markdown(figures)
         say(markdown)
-        failed = [o for o in outcomes if o.failure is not None]
-        if failed:
-            raise InputError(
-                f"output={settings.output}: {len(failed)} of {len(outcomes)} trials failed, the first: {failed[0].failure}; "
-                f"the table is in {staging.path / TABLE}; run the same command again to retry them"
+        if failed := [trial for trial in figures if trial.failure is not None]:
+            raise InputError.of(
+                "output",
+                settings.output,
+                f"{len(failed)} of {len(planned)} trials failed, the first: {failed[0].failure}",
+                "run the same command again to retry them",
             )
-        results.write(staging.path, combined(planned, trial_results))
-        staging.counts = {"trials": len(outcomes)}
-    return step.published()
+        step = Step("sweep", settings, settings.output, {name: place_of(place) for name, place in places.items()})
+        if done := step.finished():
+            return done
+        with step.publish() as staging:
+            (staging.path / TABLE).write_text(markdown, encoding="utf-8")
+            made = [results.read(place_of(place), name) for name, place in places.items()]
+            results.write(staging.path, combined(planned, made))
+            staging.counts = {"trials": len(planned)}
+        return step.published()
 
 
-def _run_trials(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[list[Outcome], list[Results]]:
-    """Run all trials; return their outcomes, in order, and the results of those that succeeded."""
+def _run_trials(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str, str], list[TrialFigures]]:
+    """Run all trials; return the places of the results of those that succeeded, by name, and the figures of all."""
     waiting = deque(planned)
     say(f"sweep: {counted(len(planned), 'trial')}, {settings.concurrent} at once")
     # Ray repeats a trial whose node was lost; an exception of a trial is its outcome.
@@ -78,15 +84,15 @@ def _run_trials(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[list
             except ray.exceptions.RayError as error:  # its process was lost
                 ended[trial.name] = "", _cause(error)
             advance(note=f"{trial.name}{' failed' if ended[trial.name][1] else ''}")
-    outcomes, trial_results = [], []
+    places, figures = {}, []
     for trial in planned:
         place, failure = ended[trial.name]
         measures = {}
         if failure is None:
-            trial_results.append(results.read(place_of(place), trial.name))
-            measures = table.measures_of(trial_results[-1].figures[trial.row])
-        outcomes.append(Outcome(trial.row, trial.model, trial.seed, measures, failure))
-    return outcomes, trial_results
+            places[trial.name] = place
+            measures = table.measures_of(results.read(place_of(place), trial.name).figures[trial.row])
+        figures.append(TrialFigures(trial.row, trial.model, trial.seed, measures, failure))
+    return places, figures
 
 
 def _run_trial(trial: Trial) -> tuple[str, str | None]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from infembed_ray.config.base import nearest
+from infembed_ray.config.base import Kind, Settings, with_texts
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.config.training import TrainSettings
@@ -23,13 +22,14 @@ from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.template import render
-from infembed_ray.planning.train import memory_of, needs
+from infembed_ray.planning.train import describe as describe_training
 from infembed_ray.progress import counted
-from infembed_ray.storage.dry_run import gib, require_space_of_workers, state
-from infembed_ray.storage.places import Place, address, fingerprint_files, place_of
-from infembed_ray.storage.steps import Step, find_input, fingerprint
+from infembed_ray.storage.places import address, place_of
+from infembed_ray.storage.steps import find_input
 from infembed_ray.training import deepspeed_config, sources
 from infembed_ray.training.losses import Objective
+
+S = TypeVar("S", bound=Settings)
 
 EMBEDDINGS = "embeddings"
 """Folder in the output with the corpus embeddings that all evaluations share."""
@@ -44,12 +44,11 @@ class Trial:
     """A cell of the table, for one seed.
 
     Attributes:
-        row: Label of its objective or variant.
-        model: Label of its backbone.
-        seed: Seed; None if nothing is trained.
-        train: Settings of its training; None for an untrained backbone.
-        evaluate: Settings of its evaluation, without `models`.
-        untrained: The untrained backbone, with the text format of its trainings; None for a trained model.
+        row, model: labels of its objective or variant, and of its backbone.
+        seed: None if nothing is trained.
+        train: None for an untrained backbone.
+        evaluate: settings of its evaluation, without `models`.
+        untrained: the untrained backbone, with the text format of its trainings; None for a trained model.
     """
 
     row: str
@@ -69,7 +68,7 @@ def rows(settings: SweepSettings) -> dict[str, dict[str, Any]]:
     """Return label -> changed fields of the training, in the order of the table.
 
     Raises:
-        InputError: a training has no such field, the sweep sets it, or two rows have the same label.
+        InputError: the sweep sets a changed field, or two rows have the same label.
     """
     objectives = [Objective.parse(name) for name in settings.objectives]
     if not objectives and not settings.variants:
@@ -77,18 +76,17 @@ def rows(settings: SweepSettings) -> dict[str, dict[str, Any]]:
     made: dict[str, dict[str, Any]] = {}
     for objective in map(str, objectives):
         if objective in made:
-            raise InputError(f"objectives: {objective} is listed twice; list each once")
+            raise InputError.of("objectives", None, f"{objective} is listed twice", "list each once")
         made[objective] = {"objective": objective}
     for label, change in settings.variants.items():
         if label in made or label == BASE:
-            raise InputError(f"variants.{label}: another row has this label; choose another")
+            raise InputError.of(f"variants.{label}", None, "another row has this label", "choose another")
+        for name in ("records", *_GIVEN):
+            if name in change:
+                raise InputError.of(
+                    f"variants.{label}.{name}", None, "is set by the sweep and cannot differ by row", "leave it out"
+                )
         made[label] = change
-    for change in made.values():
-        for name in change:
-            if name in ("records", *_GIVEN):
-                raise InputError(f"{name}: is set by the sweep and cannot differ by row; leave it out")
-            if name not in TrainSettings.model_fields:
-                raise InputError(f"{name}: is not a field of a training: {nearest(name, TrainSettings.model_fields)}")
     return made
 
 
@@ -99,12 +97,18 @@ def trials(settings: SweepSettings) -> list[Trial]:
         InputError: a trial has bad input; the message names its row.
     """
     if not settings.models:
-        raise InputError("models is empty: set models.label=<directory or hub name>")
-    for where, given in (("train", _GIVEN), ("evaluate", ("models", "output"))):
-        part = getattr(settings, where)
-        for name in given:  # a printed config has all fields, these with their defaults
-            if getattr(part, name) != type(part).model_fields[name].get_default(call_default_factory=True):
-                raise InputError(f"{where}.{name}: is set by models, output and seeds of the sweep; leave it out")
+        raise InputError.of("models", None, "is empty", "set models.label=<directory or hub name>")
+    train, evaluate = settings.train, settings.evaluate
+    default_seed = type(train).model_fields["seed"].default
+    filled = {"train.model": train.model, "train.output": train.output, "train.seed": train.seed != default_seed}
+    filled |= {"evaluate.models": evaluate.models, "evaluate.output": evaluate.output}
+    for name in (name for name, value in filled.items() if value):
+        raise InputError.of(name, None, "is set by models, output and seeds of the sweep", "leave it out")
+    if not evaluate.tasks and evaluate.records is None:
+        raise InputError.of(
+            "evaluate.tasks", None, "is empty", "set evaluate.tasks=[followir] or another task, or evaluate.records"
+        )
+    sources.named(train)
     settings = _with_absolute_paths(settings)
     designs = {row: _design(settings, row, change) for row, change in rows(settings).items()}
     planned: list[Trial] = []
@@ -114,71 +118,28 @@ def trials(settings: SweepSettings) -> list[Trial]:
             planned.append(_trial(settings, BASE, label, None, None, untrained(settings.train, backbone)))
         for row, design in designs.items():
             for seed in settings.seeds:
-                train = design.model_copy(update={"model": backbone, "seed": seed})
-                planned.append(_trial(settings, row, label, seed, train, None))
+                trained = design.model_copy(update={"model": backbone, "seed": seed})
+                planned.append(_trial(settings, row, label, seed, trained, None))
     return planned
-
-
-def prepare(settings: SweepSettings) -> tuple[list[Trial], Step]:
-    """Plan the trials, and identify the sweep; InputError if a trial has bad input, or the output cannot be written."""
-    planned = trials(settings)
-    return planned, Step("sweep", settings, settings.output, *inputs(settings, planned))
-
-
-def inputs(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str, Place], dict[str, str]]:
-    """Return all input of the trials by its setting: files and directories, and hub names.
-
-    Input that may differ by row is numbered in the order of the rows.
-    """
-    files: dict[str, Place] = {f"train.{name}": place for name, place in sources.locate(settings.train).items()}
-    for name in ("records", "reworded", "distractors"):
-        if (value := getattr(settings.evaluate, name)) is not None:
-            files[f"evaluate.{name}"] = find_input(value, f"evaluate.{name}")
-    names = {}
-    for task in catalogue.expand(settings.evaluate.tasks):
-        names[f"evaluate.tasks.{task}"] = _fingerprint_of(catalogue.files(task, settings.evaluate.data))
-    models = {f"models.{label}": model for label, model in settings.models.items()}
-    trainings = [trial.train for trial in planned if trial.train is not None]
-    held_out = dict.fromkeys(train.validation.records for train in trainings if train.validation is not None)
-    for n, records in enumerate(held_out, start=1):
-        files[f"train.validation.records ({n})"] = find_input(records, "validation.records")
-    for name, model in models.items():
-        checkpoint = locate(model, name)
-        files |= checkpoint.inputs
-        names |= checkpoint.names
-    return files, names
-
-
-def _fingerprint_of(files: Sequence[Place]) -> str:
-    """Hash the files that a task is read from; those of an object store are not read."""
-    local = [file for file in files if isinstance(file, Path)]
-    if local:
-        return fingerprint_files(local, Path(os.path.commonpath([file.parent for file in local])))
-    return hashlib.sha256("".join(map(fingerprint, files)).encode()).hexdigest()[:16]
 
 
 def combined(planned: Sequence[Trial], results: Sequence[Results]) -> Results:
     """Combine the results of all trials, with each trial as a model."""
-    first = results[0]
-    return Results(
-        tasks=first.tasks,
-        models={
-            trial.name: {
-                "row": trial.row,
-                "backbone": trial.model,
-                "seed": trial.seed,
-                "train": None if trial.train is None else trial.train.identity(),
-                **of_trial.models[trial.row],
-            }
-            for trial, of_trial in zip(planned, results, strict=True)
-        },
-        scores={trial.name: of_trial.scores[trial.row] for trial, of_trial in zip(planned, results, strict=True)},
-        depth=first.depth,
-        obedience={
-            **{t.name: r.obedience[t.row] for t, r in zip(planned, results, strict=True) if t.row in r.obedience},
-            **{label: of_tasks for label, of_tasks in first.obedience.items() if label not in first.models},
-        },
-    )
+    first, pairs = results[0], list(zip(planned, results, strict=True))
+    about = {
+        trial.name: {
+            "row": trial.row,
+            "backbone": trial.model,
+            "seed": trial.seed,
+            "train": None if trial.train is None else trial.train.identity(),
+            **of_trial.models[trial.row],
+        }
+        for trial, of_trial in pairs
+    }
+    obedience = {trial.name: made.obedience[trial.row] for trial, made in pairs if trial.row in made.obedience}
+    obedience |= {label: of_tasks for label, of_tasks in first.obedience.items() if label not in first.models}
+    scores = {trial.name: of_trial.scores[trial.row] for trial, of_trial in pairs}
+    return Results(tasks=first.tasks, models=about, scores=scores, depth=first.depth, obedience=obedience)
 
 
 def _absolute(path: str) -> str:
@@ -186,53 +147,41 @@ def _absolute(path: str) -> str:
     return path.rstrip("/") if "://" in path else str(Path(path).expanduser().absolute())
 
 
+def _absolute_inputs(settings: S, prefix: str) -> S:
+    """Return settings with absolute paths of their inputs; InputError if one does not exist."""
+
+    def change(name: str, kind: Kind, value: str) -> str:
+        if not kind.is_path:
+            return value
+        find_input(value, name)
+        return _absolute(value)
+
+    return with_texts(settings, change, prefix)
+
+
 def _with_absolute_paths(settings: SweepSettings) -> SweepSettings:
     """Return the settings with absolute paths, for fields that no row changes; InputError if one does not exist."""
-    training = settings.train
-    for name, source in sources.named(training).items():
-        find_input(source.path, f"train.{name}")
-    train: dict[str, Any] = {
-        "records": _absolute(training.records) if training.records else "",
-        "sources": {
-            label: source.model_copy(update={"path": _absolute(source.path)})
-            for label, source in training.sources.items()
-        },
-    }
-    if not settings.evaluate.tasks and settings.evaluate.records is None:
-        raise InputError(
-            "evaluate.tasks is empty: set evaluate.tasks=[followir] or another of the catalogue, or evaluate.records"
-        )
-    tasks = catalogue.expand(settings.evaluate.tasks)
-    evaluate: dict[str, Any] = {"tasks": tuple(t if t in catalogue.TASKS else _absolute(t) for t in tasks)}
-    for name in ("records", "reworded", "distractors", "data", "embeddings"):
-        if (path := getattr(settings.evaluate, name)) is not None:
-            if name != "embeddings":  # may not exist yet
-                find_input(path, f"evaluate.{name}")
-            evaluate[name] = _absolute(path)
-    evaluate.setdefault("embeddings", address(place_of(_absolute(settings.output)) / EMBEDDINGS))
-    return settings.model_copy(
-        update={
-            "train": settings.train.model_copy(update=train),
-            "evaluate": settings.evaluate.model_copy(update=evaluate),
-            "output": _absolute(settings.output),
-        }
-    )
+    evaluate, output = _absolute_inputs(settings.evaluate, "evaluate."), _absolute(settings.output)
+    tasks = catalogue.expand(evaluate.tasks)
+    places: dict[str, Any] = {"tasks": tuple(t if t in catalogue.TASKS else _absolute(t) for t in tasks)}
+    if evaluate.data is not None:
+        find_input(evaluate.data, "evaluate.data")
+        places["data"] = _absolute(evaluate.data)
+    shared = address(place_of(output) / EMBEDDINGS) if evaluate.embeddings is None else _absolute(evaluate.embeddings)
+    evaluate = evaluate.model_copy(update=places | {"embeddings": shared})
+    train = _absolute_inputs(settings.train, "train.")
+    return settings.model_copy(update={"train": train, "evaluate": evaluate, "output": output})
 
 
 def _design(settings: SweepSettings, row: str, change: dict[str, Any]) -> TrainSettings:
     """Return the checked training of a row, with absolute paths, without its backbone and seed."""
     train = TrainSettings.from_mapping(settings.train.model_dump() | change, where=f"row {row}: ")
-    update: dict[str, Any] = {}
     try:
         Objective.from_settings(train)
         deepspeed_config.check(train)
-        if train.validation is not None:
-            find_input(train.validation.records, "validation.records")
-            absolute = _absolute(train.validation.records)
-            update["validation"] = train.validation.model_copy(update={"records": absolute})
+        return _absolute_inputs(train, "")
     except InputError as error:
-        raise InputError(f"row {row}: {error}") from error
-    return train.model_copy(update=update)
+        raise error.within(f"row {row}: ") from error
 
 
 def _trial(
@@ -249,9 +198,7 @@ def _trial(
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", f"{model}-{row}" + ("" if seed is None else f"-{seed}")).strip("-")
     folder = place_of(settings.output) / "trials" / f"{readable}-{digest}"
-    evaluate = EvaluateSettings.from_mapping(
-        settings.evaluate.model_dump() | {"models": {}, "output": address(folder / "results")}, where="evaluate."
-    )
+    evaluate = settings.evaluate.model_copy(update={"output": address(folder / "results")})
     if train is not None:
         train = train.model_copy(update={"output": address(folder / "checkpoint")})
     return Trial(row, model, seed, train, evaluate, untrained)
@@ -271,33 +218,26 @@ def untrained(train: TrainSettings, backbone: str) -> RetrieverSettings:
 
 def describe(settings: SweepSettings) -> Iterator[str]:
     """Check one training per row and backbone, and the evaluation of the first trial: the others differ by seed or row."""
-    planned, step = prepare(settings)
-    if (yield from state(step)):
-        return
-    designs = {(t.row, t.model): t for t in planned if t.train is not None and t.seed == settings.seeds[0]}
+    planned = trials(settings)
+    designs = [t for t in planned if t.train is not None and t.seed == settings.seeds[0]]
     seeds = len(settings.seeds)
+    yield f"output {settings.output}: finished trials are not repeated"
     yield f"trials: {len(planned):,}, of which {len(designs) * seeds:,} train ({counted(seeds, 'seed')} per row and model)"
     first = planned[0]
     model = first.untrained or first.train.model  # type: ignore[union-attr]
     evaluation = first.evaluate.model_copy(update={"models": {first.row: model}})
-    evaluation_inputs, *needs = check_all(
-        lambda: resolve_evaluation(evaluation, share_corpora=False),
-        *(partial(_needs, trial) for trial in designs.values()),
+    evaluation_inputs, *described = check_all(
+        lambda: resolve_evaluation(evaluation, share_corpora=False), *(partial(_described, trial) for trial in designs)
     )
-    if needs:
-        steps, memory, disk = zip(*needs, strict=True)
-        yield f"steps: {seeds * sum(steps):,} in all trainings"
-        largest = f", of {max(zip(memory, designs, strict=True))[1][0]}" if len(designs) > 1 else ""
-        yield f"memory: about {gib(max(memory))} {memory_of(settings.train)} at the peak of a step{largest}"
-        yield require_space_of_workers(step, seeds * sum(disk), step.root / "trials")
+    for trial, lines in zip(designs, described, strict=True):
+        yield from (f"{trial.name}: {line}" for line in lines if line.startswith(("steps", "memory", "disk")))
     yield from describe_tasks(evaluation_inputs)
     yield "{:,} queries and {:,} passages per trial".format(*evaluation_inputs.size)
 
 
-def _needs(trial: Trial) -> tuple[int, float, float]:
-    """Return what a training needs; InputError with its row."""
+def _described(trial: Trial) -> list[str]:
     assert trial.train is not None
     try:
-        return needs(trial.train)
+        return list(describe_training(trial.train))
     except InputError as error:
         raise error.within(f"row {trial.row}, {trial.model}: ") from error

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from infembed_ray.analysis.analyze import run
-from infembed_ray.config.analysis import AgreementSettings, AnalyzeSettings
-from infembed_ray.errors import InputError
+from infembed_ray.analysis.analyze import failures, run
+from infembed_ray.config.analysis import AgreementSettings, AnalyzeGates, AnalyzeSettings
+from infembed_ray.errors import GateError, InputError
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from tests.analysis.samples import publish, record
 from tests.support.files import write_jsonl
@@ -38,14 +38,6 @@ def test_the_report_of_a_synthesis_output_is_published_and_printed(tmp_path, cap
     assert ["4.25", "p99 latency of the requests (s)"] in printed
 
 
-def test_a_second_run_does_nothing(tmp_path, capsys):
-    wanted = settings(tmp_path, publish(tmp_path / "synthesis"))
-    first = run(wanted)
-    capsys.readouterr()
-    again = run(wanted)
-    assert (again.fresh, again.path, capsys.readouterr().out) == (False, first.path, "")
-
-
 def test_records_from_elsewhere_are_reported_without_a_funnel(tmp_path, capsys):
     file = tmp_path / "records.jsonl"
     file.write_text("".join(json.dumps(vars(record(name))) + "\n" for name in "ab"))
@@ -55,23 +47,6 @@ def test_records_from_elsewhere_are_reported_without_a_funnel(tmp_path, capsys):
     assert out.startswith("analyze: 2 records\n")
     assert "seeds" not in out
     assert "USD" not in out
-
-
-def test_the_development_records_have_independently_counted_lengths(shared_data, tmp_path):
-    file = shared_data / "infir_mini" / "dev.jsonl"
-    published = run(settings(tmp_path, file))
-    with file.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    words = [len(r[f"instruction_{sign}"].split()) for r in rows for sign in ("positive", "negative")]
-    report = json.loads((published.path / "report.json").read_text())
-    assert report["lengths"][0]["mean"] == pytest.approx(sum(words) / len(words))
-    assert report["sources"] == {"msmarco": len(rows)}
-
-
-def test_missing_records_are_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(InputError, match=r"^records=.*nowhere: no such file or directory"):
-        run(settings(tmp_path, tmp_path / "nowhere"))
-    assert not (tmp_path / "report").exists()
 
 
 def test_a_report_with_other_sets_has_all_comparisons(tmp_path, capsys):
@@ -124,7 +99,6 @@ def test_an_encoder_adds_similarity_and_coverage(tmp_path, minilm, shared_data):
     assert all(-1 <= d["aps"] <= 1 for d in report["diversities"])
     assert [c["kind"] for c in report["coverages"]] == ["instruction", "query", "passage"]
     assert all("points" not in one for c in report["coverages"] for one in c["sets"])
-    assert (tmp_path / "report").is_dir()
 
 
 @pytest.mark.parametrize("name", ["compare", "evaluations"])
@@ -137,20 +111,49 @@ def test_a_set_that_cannot_be_read_is_refused_before_anything_is_published(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "setting"),
     [
-        ({"compare": {"records": "x"}}, r"compare.records: is the label of the records"),
-        ({"compare": {"b": "nowhere"}}, r"compare.b=nowhere: no such file"),
-        ({"evaluations": {"e": "nowhere"}}, r"evaluations.e=nowhere: no such file"),
-        ({"agreement": AgreementSettings(files=("nowhere",))}, r"agreement.files.0=nowhere: no such file"),
-        ({"encoder": "/nowhere"}, r"encoder=/nowhere"),
+        ({"compare": {"records": "x"}}, "compare.records"),
+        ({"compare": {"b": "nowhere"}}, "compare.b"),
+        ({"evaluations": {"e": "nowhere"}}, "evaluations.e"),
+        ({"agreement": AgreementSettings(files=("nowhere",))}, "agreement.files.0"),
+        ({"encoder": "/nowhere"}, "encoder"),
+        ({"records": "nowhere"}, "records"),
     ],
 )
-def test_missing_inputs_are_refused_before_anything_is_written(tmp_path, change, message):
+def test_missing_inputs_are_rejected_before_anything_is_written(tmp_path, change, setting):
     base = settings(tmp_path, publish(tmp_path / "synthesis"))
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError) as error:
         run(base.model_copy(update=change))
+    assert str(error.value).startswith(setting)
     assert not (tmp_path / "report").exists()
+
+
+REPORT = {
+    "funnel": {"seeds": 10, "kept": 4},
+    "verdicts": [
+        {"scenario": "positive", "judged": 8, "right": 6},
+        {"scenario": "negative_query", "judged": 5, "right": 5},
+    ],
+}
+
+
+@pytest.mark.parametrize(("setting", "kept", "broken"), [("min_kept", 0.4, 0.41), ("min_judged_right", 0.75, 0.8)])
+def test_a_limit_that_is_not_kept_or_of_an_unknown_figure_fails(setting, kept, broken):
+    assert list(failures(AnalyzeGates(**{setting: kept}), REPORT)) == []
+    (line,) = failures(AnalyzeGates(**{setting: broken}), REPORT)
+    assert line.startswith(f"gates.{setting}={broken:g}: ")
+    (line,) = failures(AnalyzeGates(**{setting: kept}), {"funnel": {"seeds": None, "kept": 4}, "verdicts": []})
+    assert "is unknown" in line
+
+
+def test_a_broken_gate_fails_again_when_the_report_is_there_already(tmp_path):
+    wanted = settings(tmp_path, publish(tmp_path / "synthesis"))
+    wanted = wanted.model_copy(update={"gates": AnalyzeGates(min_kept=0.9)})
+    for _ in range(2):
+        with pytest.raises(GateError, match=r"gates\.min_kept=0\.9: the share of seeds kept is 0\.4286, "):
+            run(wanted)
+    assert not run(wanted.model_copy(update={"gates": AnalyzeGates(min_kept=0.4)})).fresh
 
 
 def test_inputs_in_an_object_store_are_analysed_in_place_like_local_ones(tmp_path, bucket, monkeypatch):

@@ -20,13 +20,13 @@ def test_equal_texts_and_shared_ngrams_are_found_in_any_case_and_punctuation(mon
         record("b", hard_negative_document_2="He said: the cat sat on the mat, then left."),
         record("c", document_positive="the cat", query_negative="how tall is it"),
     ]
-    found, matching = contamination("bench", EvaluationTexts.of(theirs), rows)
-    assert [(c.kind, c.texts, c.compared, c.matching) for c in found] == [
+    sections, matching = contamination("bench", EvaluationTexts.of(theirs), rows)
+    assert [(c["kind"], c["texts"], c["compared"], c["matching"]) for c in sections] == [
         ("instruction", 6, 3, 0),
         ("query", 6, 3, 2),
         ("passage", 9, 3, 2),
     ]
-    assert found[1].examples == ["how tall is it"]
+    assert sections[1]["examples"] == ["how tall is it"]
     assert matching == {0: "how tall is it", 1: "the cat sat on the", 2: "how tall is it"}
 
 

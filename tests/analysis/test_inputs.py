@@ -39,14 +39,10 @@ def test_a_file_of_records_has_no_rejected_rows_and_no_manifest(tmp_path):
     assert set(map(len, material.provenance.values())) == {0}
 
 
-def test_a_parquet_file_of_kept_records_has_its_provenance(tmp_path):
+def test_only_the_provenance_that_synthesis_writes_is_read(tmp_path):
     file = tmp_path / "some.parquet"
     tables.write(file, tables.RECORD, ROWS.kept)
     assert len(read(file, "records").provenance["kept"]) == 3
-
-
-def test_a_provenance_of_another_type_is_ignored(tmp_path):
-    file = tmp_path / "some.parquet"
     pq.write_table(pa.Table.from_pylist([vars(record("a")) | {"provenance": "by hand"}]), file)
     assert read(file, "records").provenance["kept"] == []
 
@@ -63,8 +59,3 @@ def test_bad_records_are_refused(tmp_path, content, message):
     file.write_text(content)
     with pytest.raises(InputError, match=message):
         read(file, "records")
-
-
-def test_a_directory_without_records_is_refused(tmp_path):
-    with pytest.raises(InputError, match="no data files in this directory"):
-        read(tmp_path, "records")

@@ -1,11 +1,7 @@
 import itertools
 import random
 
-import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
-
-from infembed_ray.analysis.near_duplicates import BANDS, ROWS, duplicates, jaccard, near_duplicates, signatures
+from infembed_ray.analysis.near_duplicates import duplicates, jaccard, near_duplicates
 from tests.analysis.samples import record
 
 WORDS = [f"w{n}" for n in range(2000)]
@@ -18,20 +14,22 @@ def test_repeated_texts_are_counted_across_positive_and_negative_columns():
         record("b", query_negative="how  tall\nis it?"),
         record("c", query_positive="HOW TALL IS IT?", document_positive="answer of a"),
     ]
-    instructions, queries, passages = duplicates(rows, THRESHOLD)
-    assert (instructions.texts, instructions.distinct, instructions.repeated, instructions.examples) == (6, 6, 0, [])
-    assert (queries.texts, queries.distinct, queries.repeated) == (6, 4, 1)
-    assert queries.examples == [("how tall is it?", 3)]
-    assert (passages.texts, passages.distinct, passages.repeated) == (9, 8, 1)
+    sections = duplicates(rows)
+    assert [[each[name] for name in ("texts", "distinct", "repeated")] for each in sections] == [
+        [6, 6, 0],
+        [6, 4, 1],
+        [9, 8, 1],
+    ]
+    assert [each["examples"] for each in sections[:2]] == [[], [("how tall is it?", 3)]]
 
 
 def test_the_most_frequent_texts_are_examples_and_then_the_most_similar():
     rows = [record(f"{n}-{copy}", query_positive=f"query {n}") for n in range(9) for copy in range(n + 1)]
-    queries = duplicates(rows, THRESHOLD)[1]
-    assert queries.repeated == 8  # the first occurs once
-    assert [times for _, times in queries.examples] == [9, 8, 7, 6, 5]
-    alike = duplicates([record("a", query_positive="how tall"), record("b", query_positive="How tall?")], THRESHOLD)[1]
-    assert (alike.near, alike.examples) == (1, [("how tall?", 1.0)])
+    queries = duplicates(rows)[1]
+    assert queries["repeated"] == 8  # the first occurs once
+    assert [times for _, times in queries["examples"]] == [9, 8, 7, 6, 5]
+    alike = duplicates([record("a", query_positive="how tall"), record("b", query_positive="How tall?")])[1]
+    assert (alike["near"], alike["examples"]) == (1, [("how tall?", 1.0)])
 
 
 def trigrams(text):
@@ -76,13 +74,9 @@ def test_texts_of_different_words_are_no_near_duplicates():
 
 
 def test_short_texts_are_near_duplicates_only_with_equal_words():
-    assert near_duplicates(["how tall", "how", "tall how", ""], THRESHOLD) == []
+    assert near_duplicates(["how tall", "how", "tall how", ""], THRESHOLD) == near_duplicates([], THRESHOLD) == []
     (pair,) = near_duplicates(["how tall", "how wide", "How tall?"], THRESHOLD)
     assert (pair.row, pair.like, pair.similarity) == (2, 0, 1.0)
-
-
-def test_no_texts_have_no_duplicates():
-    assert near_duplicates([], THRESHOLD) == []
 
 
 def test_punctuation_and_case_do_not_hide_a_copy():
@@ -107,18 +101,3 @@ def test_texts_that_share_a_band_but_are_not_near_duplicates_cost_linear_time(mo
         assert near_duplicates(texts[:size], THRESHOLD) == []
         counts.append(len(compared))
     assert 0 < counts[1] < 2.5 * counts[0]
-
-
-@given(st.sets(st.integers(0, 30), min_size=1), st.sets(st.integers(0, 30), min_size=1))
-def test_similarity_is_that_of_sets(one, other):
-    arrays = [np.array(sorted(each), dtype=np.uint64) for each in (one, other)]
-    assert jaccard(*arrays) == len(one & other) / len(one | other)
-
-
-def test_the_share_of_equal_minimal_hashes_estimates_the_similarity():
-    rng = np.random.default_rng(1)
-    every = rng.integers(0, 2**63, size=(40, 1500), dtype=np.uint64)  # 500 shared, 500 of each
-    pairs = [signatures([row[:1000], row[500:]]) for row in every]
-    shares = [np.mean(one == other) for one, other in pairs]
-    error = np.sqrt(1 / 3 * 2 / 3 / (BANDS * ROWS * len(pairs)))
-    assert abs(np.mean(shares) - 1 / 3) < 3 * error

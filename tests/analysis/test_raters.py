@@ -5,7 +5,6 @@ import math
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ from sklearn.metrics import cohen_kappa_score
 
 from infembed_ray.analysis.analyze import run
 from infembed_ray.config.analysis import AnalyzeSettings
-from infembed_ray.errors import GateError, InputError
+from infembed_ray.errors import InputError
 from tests.analysis.samples import record
 from tests.conftest import SHARED
 from tests.support.files import write_jsonl
 from tests.support.rater_stub import Row, expected_kappa, stub
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -104,14 +104,12 @@ def test_a_rater_that_leaves_too_many_items_unanswered_publishes_no_kappa(tmp_pa
     with stub(rows, truth, {"judge": 0.2, "broken": 0.0}) as (url, asked):
         with pytest.raises(InputError) as failure:
             run(settings(tmp_path, url, [sheet], ["judge", "broken"]))
-        said = str(failure.value)
-        assert said.startswith(
-            "agreement.max_dead_letters=0.1: too many items without an answer of broken 40 of 40 (100.0%)"
-        )
-        assert "40 x broken: malformed answer" in said
+        (fault,) = failure.value.faults
+        assert fault.setting == "agreement.raters.broken"
+        assert "40 x broken: malformed answer" in fault.fault
         assert not (tmp_path / "out" / "latest").exists()
         answered = len(asked)
-        run(settings(tmp_path, url, [sheet], ["judge", "broken"], max_dead_letters=1))
+        run(settings(tmp_path, url, [sheet], ["judge"]))
         assert len(asked) == answered
 
 
@@ -120,101 +118,47 @@ def test_figure_4_is_printed_and_published(tmp_path: Path, capsys: pytest.Captur
     sheet = write_jsonl(tmp_path / "sheet.jsonl", [{k: v for k, v in row.items() if k != "ann"} for row in rows])
     one = write_jsonl(tmp_path / "one.jsonl", [{"item_id": row["item_id"], "ann": row["ann"]} for row in rows])
     truth = {row["item_id"]: row["ann"] for row in rows}
-    with stub(rows, truth, {"judge": 0.2, "broken": 0.0}) as (url, asked):
-        wanted = settings(tmp_path, url, [one, sheet], ["judge", "broken"], max_dead_letters=1)
+    with stub(rows, truth, {"judge": 0.2}) as (url, asked):
+        wanted = settings(tmp_path, url, [one, sheet], ["judge"])
         published = run(wanted)
         first = len(asked)
         assert run(wanted).fresh is False
         assert len(asked) == first
-    printed = capsys.readouterr().out
-    assert "mean Cohen's kappa of judge (judge), 40 of 40 items" in printed
-    assert "undefined  mean Cohen's kappa of broken (broken), 0 of 40 items" in printed
-    assert [rater["answered"] for rater in study_of(published)["llm_raters"]] == [40, 0]
+    assert "mean Cohen's kappa of judge (judge), 40 of 40 items" in capsys.readouterr().out
+    assert [rater["answered"] for rater in study_of(published)["llm_raters"]] == [40]
     assert "LLM raters with the reference raters" in (published.path / "report.html").read_text()
 
 
-def test_a_rater_below_the_floor_fails_the_gate_after_its_report_and_again(tmp_path: Path) -> None:
-    rows = made_rows(60)
-    sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
-    truth = {row["item_id"]: row["ann"] for row in rows}
-    with stub(rows, truth, {"old": 0.05, "new": 0.6}) as (url, asked):
-        wanted = settings(tmp_path, url, [sheet], ["old", "new"])
-
-        def gated(floor: float) -> None:
-            run(wanted.model_copy(update={"gates": wanted.gates.model_copy(update={"min_kappa": floor})}))
-
-        with pytest.raises(
-            GateError, match=r"gates.min_kappa=0.7: the mean kappa of new is 0.\d+, must be at least 0.7"
-        ):
-            gated(0.7)
-        calls = len(asked)
-        with pytest.raises(GateError):
-            gated(0.7)
-        gated(0.1)
-        lowest = study_of(run(wanted))["llm_raters"][1]["kappa"]["value"]
-        gated(lowest + 1e-15)  # equal but for the last bit
-        with pytest.raises(GateError):
-            gated(lowest + 1e-6)
-        assert len(asked) == calls
+PRICED = "gpt-4o-mini"
+"""A model of the bundled price table."""
 
 
-def test_an_interrupted_run_pays_for_no_answer_twice_and_keeps_its_budget(tmp_path: Path) -> None:
+def test_a_killed_run_pays_for_no_answer_twice_and_keeps_its_budget(tmp_path: Path) -> None:
     rows = made_rows(50)
     sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
     truth = {row["item_id"]: row["ann"] for row in rows}
-    table = tmp_path / "prices.yaml"
-    table.write_text("as_of: 2026-01-01\nmodels:\n  old: [100, 1000]\n")
-    prices = str(table)
-    with stub(rows, truth, {"old": 0.0}) as (url, asked):
-        with pytest.raises(InputError, match=r"budget_usd.*nothing is published"):
-            run(settings(tmp_path, url, [sheet], ["old"], limits={"budget_usd": 0.7, "in_flight": 1}, prices=prices))
-        paid = len(asked)
-        assert 0 < 0.02 * paid <= 0.7
-        run(settings(tmp_path, url, [sheet], ["old"], limits={"budget_usd": 7}, prices=prices))
-        assert len(asked) == len(rows)
-
-
-def test_a_killed_run_pays_for_no_answer_twice_and_gives_back_what_it_did_not_send(tmp_path: Path) -> None:
-    rows = made_rows(50)
-    sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
-    table = tmp_path / "prices.yaml"
-    table.write_text("as_of: 2026-01-01\nmodels:\n  old: [100, 1000]\n")
-    truth = {row["item_id"]: row["ann"] for row in rows}
-    # An answer costs 0.02 USD, and 0.3 USD in the worst case.
-    bounded: dict[str, Any] = {"prices": str(table), "limits": {"budget_usd": 4, "in_flight": 2}}
-    with stub(rows, truth, {"old": 0.0}, pause_s=0.1) as (url, asked):
-        wanted = settings(tmp_path, url, [sheet], ["old"], **bounded)
+    with stub(rows, truth, {PRICED: 0.0}, pause_s=0.1) as (url, asked):
+        wanted = settings(tmp_path, url, [sheet], [PRICED], limits={"budget_usd": 4, "in_flight": 2})
         config = write_jsonl(tmp_path / "config.yaml", [wanted.model_dump(mode="json")])
         run_killed = subprocess.Popen([sys.executable, "-m", "infembed_ray.cli", "analyze", "--config", str(config)])
         try:
-            deadline = time.monotonic() + 120
-            while len(asked) < 10:
-                assert time.monotonic() < deadline
-                assert run_killed.poll() is None
-                time.sleep(0.01)
+            wait_until(lambda: len(asked) >= 10 or run_killed.poll() is not None, 120)
+            assert run_killed.poll() is None
         finally:
             run_killed.kill()
             run_killed.wait()
+        with pytest.raises(InputError, match="budget_usd"):  # less than what was paid
+            run(settings(tmp_path, url, [sheet], [PRICED], limits={"budget_usd": 1e-4}))
         published = run(wanted)
         assert study_of(published)["llm_raters"][0]["answered"] == 50
         assert len(asked) <= 50 + 2  # those in flight at the kill
 
 
-def test_the_limit_of_requests_in_flight_holds_for_all_raters_together(tmp_path: Path) -> None:
-    rows = made_rows(10)
-    sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
-    with stub(rows, {row["item_id"]: row["ann"] for row in rows}, {"a": 0, "b": 0}, pause_s=0.05) as (url, _):
-        began = time.monotonic()
-        run(settings(tmp_path, url, [sheet], ["a", "b"], limits={"in_flight": 2}))
-    assert time.monotonic() - began >= 20 * 0.05 / 2
-
-
-@pytest.mark.parametrize("refused", ["max_completion_tokens", "temperature"])
-def test_a_parameter_that_a_rater_refuses_is_found_out_before_it_rates(tmp_path: Path, refused: str) -> None:
+def test_a_parameter_that_a_rater_refuses_is_found_out_before_it_rates(tmp_path: Path) -> None:
     rows = made_rows(8)
     sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
     truth = {row["item_id"]: row["ann"] for row in rows}
-    with stub(rows, truth, {"a": 0}, refused) as (url, asked):
+    with stub(rows, truth, {"a": 0}, "temperature") as (url, asked):
         published = run(settings(tmp_path, url, [sheet], ["a"]))
         assert len(asked) == 8
     assert study_of(published)["llm_raters"][0]["kappa"]["value"] == 1.0
@@ -236,26 +180,14 @@ def test_ids_and_answers_may_be_numbers_with_gaps(tmp_path: Path) -> None:
     [
         ({"query": None}, {}, "row 1: needs item_id, instruction, query and passages"),
         ({"passages": {"2": "a", "1": "b"}}, {}, "row 1: passages are 2, 1; number them 1, 2"),
-        ({}, {"raters": {"ann": {"model": "m"}}}, "agreement.raters.ann: is also the label of a reference rater"),
-        ({}, {"endpoint": {"base_url": "localhost"}}, "agreement.endpoint.base_url=localhost: no URL"),
-        (
-            {},
-            {"limits": {"tokens_per_minute": 5}, "raters": {"new": {"model": "m"}}},
-            "agreement.raters.new.max_tokens=null",
-        ),
+        ({}, {"raters": {"ann": {"model": "m"}}}, "agreement.raters.ann: "),
+        ({}, {"endpoint": {"base_url": "localhost"}}, "agreement.endpoint.base_url=localhost: "),
+        ({}, {"limits": {"tokens_per_minute": 5}}, "agreement.raters.new.max_tokens=null"),
         ({"ann": None}, {}, "0 raters; agreement needs at least 1"),
-        (
-            {"ann": "6"},
-            {},
-            "column ann, item i0: '6' is no answer; give the number of a passage, 1 to 5, or 0 for none",
-        ),
-        ({"source": "web"}, {}, "column source, item i0: 'web' is no answer; .* drop the column"),
-        ({"passages": {}}, {}, "row 1: passages are missing; number them 1, 2"),
-        (
-            {},
-            {"endpoint": {"serve": {"model": "m"}}},
-            "agreement.endpoint.serve: only `infembed synthesize` starts a model",
-        ),
+        ({"ann": "6"}, {}, "column ann, item i0: '6' is no answer"),
+        ({"source": "web"}, {}, "column source, item i0: 'web' is no answer"),
+        ({"passages": {}}, {}, "row 1: passages are missing"),
+        ({}, {"endpoint": {"serve": {"model": "m"}}}, "agreement.endpoint.serve: "),
     ],
 )
 def test_bad_input_is_rejected_before_a_request(
@@ -268,14 +200,11 @@ def test_bad_input_is_rejected_before_a_request(
         run(AnalyzeSettings.from_mapping(given))
 
 
-def test_raters_need_a_file_with_items(tmp_path: Path) -> None:
+def test_answers_need_the_items_that_they_are_about(tmp_path: Path) -> None:
     answers = write_jsonl(tmp_path / "ann.jsonl", [{"item_id": "i0", "ann": "1"}])
     with pytest.raises(InputError, match=r"agreement.files: no file has a column `passages`"):
         run(settings(tmp_path, "http://127.0.0.1:1/v1", [answers], ["m"]))
-
-
-def test_answers_to_items_that_the_sheet_lacks_are_rejected(tmp_path: Path) -> None:
     sheet = write_jsonl(tmp_path / "sheet.jsonl", made_rows(2))
     other = write_jsonl(tmp_path / "ben.jsonl", [{"item_id": "i9", "ben": "1"}])
-    with pytest.raises(InputError, match=r"agreement.files: ben answers i9, which is no item of the sheet"):
+    with pytest.raises(InputError, match=r"agreement.files: ben answers i9"):
         run(settings(tmp_path, "http://127.0.0.1:1/v1", [sheet, other], ["m"]))

@@ -1,7 +1,6 @@
 """Broken environments, each with the line that names the fault and its remedy. The faults are real: ports, files, servers."""
 
 import os
-import socket
 import stat
 import subprocess
 import time
@@ -11,13 +10,12 @@ import pytest
 from infembed_ray.cli import doctor
 from infembed_ray.cli.main import main
 from tests.support.ports import free_port
-from tests.support.stand_in_llm import stand_in
 
 
 @pytest.fixture(autouse=True)
 def usual(monkeypatch, tmp_path):
     """No variables of the machine that runs the tests, and no import of what another test checks."""
-    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "OPENAI_API_KEY"):
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
 
@@ -51,10 +49,10 @@ def command(root, name, output):
 
 
 def test_a_whole_environment_has_no_fault(capsys, tmp_path):
-    assert main(["doctor", str(tmp_path / "out"), "--port", str(free_port())]) == 0
+    assert main(["doctor", str(tmp_path / "out")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "everything works"
-    assert {line.split()[0] for line in lines[:-2]} <= {"ok", "warn"}
+    assert {line.split()[0] for line in lines[:-2]} == {"ok"}
 
 
 def test_an_unsupported_version_is_named_with_the_command(capsys, tmp_path, monkeypatch):
@@ -83,13 +81,13 @@ def test_a_gpu_that_torch_cannot_use_is_a_fault(capsys, tmp_path, monkeypatch):
     assert "install" in said
 
 
-def test_faiss_for_cpus_on_a_machine_with_gpus_is_a_warning(capsys, tmp_path, monkeypatch):
+def test_faiss_for_cpus_on_a_machine_with_gpus_is_said(capsys, tmp_path, monkeypatch):
     command(tmp_path, "nvidia-smi", "NVIDIA A100-SXM4-40GB, 40960 MiB, 550.54.15")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     holds, lines = of(doctor._faiss, capsys)
     assert holds
     if not hasattr(__import__("faiss"), "StandardGpuResources"):
-        assert lines[-1].startswith("warn  x: this machine has GPUs: pip uninstall -y faiss-cpu")
+        assert "for GPUs: pip uninstall -y faiss-cpu" in lines[-1]
 
 
 def test_the_lock_of_a_killed_build_is_a_fault(capsys, tmp_path):
@@ -115,14 +113,6 @@ def test_token_mode_without_a_token_is_a_fault(capsys, monkeypatch, tmp_path):
     assert next(doctor._ray())
 
 
-def test_a_port_that_is_taken_is_a_fault(capsys):
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        port = listening.getsockname()[1]
-        assert fault(lambda: doctor._port(port), capsys).startswith(f"port={port}: cannot be bound")
-
-
 def test_an_output_that_cannot_be_written_is_a_fault(capsys, tmp_path):
     (tmp_path / "file").touch()
     said = fault(lambda: doctor._place(str(tmp_path / "file" / "out")), capsys)
@@ -135,37 +125,8 @@ def test_a_bucket_that_does_not_exist_is_a_fault(bucket, capsys):
     assert of(lambda: doctor._place(bucket), capsys) == (True, ["ok    x: can be written"])
 
 
-def test_a_missing_key_and_a_silent_endpoint_are_faults(capsys, monkeypatch):
-    url = f"http://127.0.0.1:{free_port()}/v1"
-    assert fault(lambda: doctor._endpoint(url, "OPENAI_API_KEY"), capsys).startswith("OPENAI_API_KEY is not set")
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    said = fault(lambda: doctor._endpoint(url, "OPENAI_API_KEY"), capsys)
-    assert url in said
-    assert "sk-secret" not in said
-
-
-def test_an_endpoint_that_answers_is_no_fault(capsys, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    with stand_in() as server:
-        holds, lines = of(lambda: doctor._endpoint(f"{server.url}", "OPENAI_API_KEY"), capsys)
-    assert holds
-    assert "answers" in lines[-1]
-
-
-def test_few_open_files_are_a_warning(capsys):
-    resource = pytest.importorskip("resource")
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
-    try:
-        holds, lines = of(doctor._limits, capsys)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert holds
-    assert lines[-1].startswith("warn  x: 1024 open files are allowed")
-
-
 def test_the_command_ends_with_status_1_and_names_the_faults(capsys, tmp_path):
     (tmp_path / "file").touch()
     place = str(tmp_path / "file" / "out")
-    assert main(["doctor", place, "--port", str(free_port())]) == 1
+    assert main(["doctor", place]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == f"to mend: output {place}"

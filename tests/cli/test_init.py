@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from infembed_ray.cli.main import VERBS, main
+from infembed_ray.cli.main import main
+from infembed_ray.config.verbs import VERBS
 
 
 def test_every_settings_file_that_init_writes_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

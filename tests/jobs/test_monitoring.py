@@ -80,12 +80,3 @@ def test_the_dashboards_queries_are_valid(promtool, tmp_path):
     rules = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(plain)]
     (tmp_path / "queries.yaml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
     promtool("check", "rules", "queries.yaml", cwd=tmp_path)
-
-
-@pytest.mark.parametrize("board", DASHBOARDS)
-def test_panels_have_a_title_a_description_and_a_place_of_their_own(board):
-    panels = DASHBOARDS[board]["panels"]
-    places = [tuple(panel["gridPos"][side] for side in "xy") for panel in panels]
-    assert len(set(places)) == len(places)
-    assert all(panel["title"] and panel["description"] for panel in panels)
-    assert {panel["datasource"]["uid"] for panel in panels} == {"${source}"}

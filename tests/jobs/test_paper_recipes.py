@@ -42,11 +42,9 @@ def test_a_recipe_matches_its_backbone_and_its_header_the_plan(path):
     # Published in billions, rounded or truncated to these digits.
     assert parameters / 1e9 == pytest.approx(published["parameters"], abs=1e-3 if published["parameters"] < 1 else 1e-2)
     (stated,) = re.findall(r"^# Memory of a GPU .*: ([\d.]+) GiB", path.read_text(), re.MULTILINE)
-    report = plan(PlanTrainSettings.load(str(path)))
-    assert report.as_set is not None
-    as_set = report.layouts[report.as_set]
-    assert not as_set.obstacles
-    assert float(stated) == pytest.approx(as_set.memory.total / GIB, rel=0.02)
+    made = plan(PlanTrainSettings.load(str(path)))
+    assert made.fits
+    assert float(stated) == pytest.approx(made.memory.total / GIB, rel=0.02)
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)

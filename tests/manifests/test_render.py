@@ -129,7 +129,6 @@ def test_kustomize_builds_the_base_in_the_namespace(tmp_path: Path) -> None:
         ("stages.train={gpu: many}", "train.gpu=many: give a number of pods"),
         ("images={default: a}", "groups.gpu: has GPUs; set images.gpu"),
         ("images={gpu: a}", "images.default: is missing"),
-        ("configs=nope", "--config=nope/train.yaml: no such file"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(tmp_path: Path, override: str, message: str) -> None:
@@ -152,17 +151,18 @@ def test_every_mistake_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.integration
-def test_the_api_is_a_service_of_the_served_index(tmp_path: Path, minilm: str) -> None:
+def test_the_api_is_a_service_of_the_served_index(tmp_path: Path, minilm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     from ray.serve.schema import ServeDeploySchema
 
     indexes = [publish_index(tmp_path / "one", minilm, PASSAGES), publish_index(tmp_path / "two", minilm, AGAIN)]
     served = []
     for index in (*indexes, indexes[1]):
-        file = tmp_path / "configs" / "serve.yaml"
-        file.parent.mkdir(exist_ok=True)
+        file = tmp_path / "jobs" / "configs" / "serve.yaml"
+        file.parent.mkdir(exist_ok=True, parents=True)
         rerank = "{kind: late_interaction, cpus: 0.5}"
         file.write_text(f"{{index: {index}, host: 127.0.0.1, encoder_replicas: 2, rerank: {rerank}}}")
-        run(settings(tmp_path / "out", f"configs={file.parent}", "stages={serve: {cpu: 2-8}}"))
+        run(settings(tmp_path / "out", "stages={serve: {cpu: 2-8}}"))
         (service,) = kubernetes.documents((tmp_path / "out" / "rayservice.yaml").read_text(encoding="utf-8"))
         kubernetes.validate(service)
         assert all(restricted(pod) for pod in kubernetes.pods(service))

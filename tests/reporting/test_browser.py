@@ -8,13 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infembed_ray.analysis import page as analysis_page
 from infembed_ray.analysis.agreement import study
 from infembed_ray.analysis.contamination import EvaluationTexts, contamination
+from infembed_ray.analysis.diversity import TextSet, compare, from_records
 from infembed_ray.analysis.inputs import read
-from infembed_ray.analysis.rows import shown_rows
-from infembed_ray.analysis.summary import summarise
-from infembed_ray.analysis.texts import TextSet, compare, from_records
+from infembed_ray.analysis.report import as_html, shown_rows, summarise
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.evaluation.paper.collection import collect
 from infembed_ray.evaluation.paper.results_report import Report
@@ -59,11 +57,18 @@ def analysis(root):
         kind: [f"a text of theirs, number {n}" for n in range(40)] for kind in ("instruction", "query", "passage")
     }
     sets = [from_records("ours", found.kept), TextSet("another data set", theirs)]
-    diversities, coverages = compare(sets, 40, lambda texts: random.normal(size=(len(texts), 4)))
+    diversities, coverages = compare(sets, lambda texts: random.normal(size=(len(texts), 4)), 40)
     answers = {name: {f"{n}": str(random.integers(3)) for n in range(30)} for name in ("annotator one", "judge")}
     leaks, _ = contamination("an evaluation set", EvaluationTexts.of(["Query of a"]), found.kept)
-    summary = summarise(found, 0.7, diversities, coverages, leaks, study(answers, {}, {}), {"near-duplicate": 1})
-    return analysis_page.render(summary, shown_rows(found, {}), "runs/quickstart/records")
+    summary = summarise(
+        found,
+        diversities=diversities,
+        coverages=coverages,
+        contaminations=leaks,
+        agreement=study(answers, {}, {}),
+        removed={"near-duplicate": 1},
+    )
+    return as_html(summary, shown_rows(found, {}), "runs/quickstart/records")
 
 
 def training(root):

@@ -2,13 +2,13 @@
 
 import statistics
 
-from infembed_ray.sweeps.table import Outcome, as_markdown, measures_of
+from infembed_ray.sweeps.table import TrialFigures, as_markdown, measures_of
 
 MEASURES = ("p-MRR x100", "nDCG@10 (I+,Q+)", "nDCG@10 (I-,Q+)", "nDCG@10 (I+,Q-)", "MAP@1000")
 
 
 def outcome(row, model, seed, value, failure=None):
-    return Outcome(row, model, seed, {} if failure else dict.fromkeys(MEASURES, value), failure)
+    return TrialFigures(row, model, seed, {} if failure else dict.fromkeys(MEASURES, value), failure)
 
 
 OUTCOMES = [

@@ -1,0 +1,170 @@
+"""Figures of records as sections of the quality report: funnel, verdicts, lengths, sizes and cost, as JSON values."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from infembed_ray.analysis.inputs import KINDS, RecordSet, Rows
+from infembed_ray.records.tables import SCENARIOS, Record
+
+Section = dict[str, Any]
+
+STEPS = (
+    "seed",  # checks of its own texts
+    "instruction_positive",
+    "instruction_negative",
+    "query_negative",
+    "hard_negative_document_1",
+    "hard_negative_document_2",
+    "cheap_judge_negative_query",
+    "cheap_judge_negative_instruction",
+    "cheap_judge_positive",
+    "judge_negative_query",
+    "judge_negative_instruction",
+    "judge_positive",
+)
+"""Steps of synthesis that can lose a row, in order."""
+PAPER_MEANS = {"instruction": 35.57, "query": 8.06, "passage": 55.2}
+"""Mean words of the published InF-IR set (paper, Table 1, columns Avg. I, Avg. Q, Avg. P)."""
+PAPER_SIZE: Section = {
+    "source": None,
+    "texts": {"instruction": 77_500, "query": 77_500, "passage": 116_200},
+    "mean_words": PAPER_MEANS,
+}
+"""The published InF-IR set (paper, Table 1); its counts are rounded."""
+
+
+def funnel(records: RecordSet) -> Section:
+    """Count the rows from seeds to records.
+
+    Returns:
+        `seeds` (None without a synthesis output), `kept`, `rejected`, `dead_letter`; `unaccounted`, seeds in none of the three:
+        other than 0 means that the output is damaged; `rejections` and `errors` by step and reason, most frequent first;
+        `steps`, the rows that each step reached and lost; and the kept records for which a complement was asked for.
+    """
+    kept, rejected, dead = len(records.kept), len(records.rejected), len(records.dead_letter)
+    seeds = records.counts.get("seeds")
+    faults = [row["fault"] for row in records.complements if row["fault"] is not None]
+    return {
+        "seeds": seeds,
+        "kept": kept,
+        "rejected": rejected,
+        "dead_letter": dead,
+        "unaccounted": 0 if seeds is None else seeds - kept - rejected - dead,
+        "rejections": _losses((row["step"], row["reason"]) for row in records.rejected),
+        "errors": _losses((row["step"], row["error"]) for row in records.dead_letter),
+        "steps": [] if seeds is None else _steps(kept, records),
+        "complements": len(records.complements),
+        "complements_fit": len(records.complements) - len(faults),
+        "complement_faults": _losses(("complement", fault) for fault in faults),
+    }
+
+
+def _steps(kept: int, records: RecordSet) -> list[Section]:
+    rejected = Counter(row["step"] or "unknown" for row in records.rejected)
+    dead = Counter(row["step"] or "unknown" for row in records.dead_letter)
+    reached = kept + rejected.total() + dead.total()
+    flows = []
+    lost = rejected.keys() | dead.keys()
+    steps = (step for step in STEPS if not step.startswith("cheap_judge_") or step in lost)
+    for step in (*steps, *sorted(lost - set(STEPS))):
+        flow = {"step": step, "reached": reached, "rejected": rejected[step], "dead_letter": dead[step]}
+        reached -= rejected[step] + dead[step]
+        flows.append(flow | {"passed": reached})
+    return flows
+
+
+def _losses(reasons: Iterable[tuple[str | None, str | None]]) -> list[Section]:
+    counted = Counter((step or "unknown", why or "unknown") for step, why in reasons)
+    ranked = sorted(counted.items(), key=lambda item: (-item[1], item))
+    return [{"step": step, "why": why, "rows": rows} for (step, why), rows in ranked]
+
+
+def verdicts(records: RecordSet) -> list[Section]:
+    """Count the judge's picks in every scenario; empty if no row has a verdict.
+
+    Returns:
+        Per scenario: `judged` rows (judging ends at the first scenario that fails), the `right` ones, and all `picks`.
+    """
+    given = [row["verdicts"] for rows in records.provenance.values() for row in rows if row["verdicts"]]
+    counted = []
+    for scenario in SCENARIOS:
+        picks = Counter(verdict[scenario] for verdict in given if verdict[scenario] is not None)
+        if picks:
+            right = {"scenario": scenario, "judged": picks.total(), "right": picks[scenario]}
+            counted.append(right | {"picks": dict(picks.most_common())})
+    return counted
+
+
+def lengths(records: Sequence[Record]) -> list[Section]:
+    """Measure the words (split at white space) of each kind of text, in all its columns (`column` None) and in each."""
+    if not records:
+        return []
+    measured = []
+    for kind, columns in KINDS.items():
+        words = {column: [len(getattr(record, column).split()) for record in records] for column in columns}
+        pooled = [n for of_column in words.values() for n in of_column]
+        for column, numbers in ((None, pooled), *words.items()):
+            p5, p50, p95 = (float(p) for p in np.percentile(numbers, (5, 50, 95)))
+            section = {
+                "kind": kind,
+                "column": column,
+                "mean": float(np.mean(numbers)),
+                "p5": p5,
+                "p50": p50,
+                "p95": p95,
+            }
+            measured.append(section | {"paper_mean": PAPER_MEANS[kind]})
+    return measured
+
+
+def sizes(records: Sequence[Record]) -> list[Section]:
+    """Return distinct texts and mean words by kind, of all records and, if they have several, of each source."""
+    by_source: defaultdict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        by_source[record.source].append(record)
+    several = sorted(by_source, key=lambda source: -len(by_source[source])) if len(by_source) > 1 else []
+    parts = [(None, records), *((source, by_source[source]) for source in several)]
+    return [_size(source, part) for source, part in parts if part]
+
+
+def _size(source: str | None, records: Sequence[Record]) -> Section:
+    texts = {kind: [getattr(record, column) for record in records for column in KINDS[kind]] for kind in KINDS}
+    means = {kind: float(np.mean([len(text.split()) for text in of_kind])) for kind, of_kind in texts.items()}
+    return {"source": source, "texts": {kind: len(set(texts[kind])) for kind in KINDS}, "mean_words": means}
+
+
+def cost(records: RecordSet) -> Section | None:
+    """Add up tokens and list prices, also for answers from a journal; None if no row has a provenance.
+
+    Returns:
+        Per part and in `total`: `rows`, tokens and `usd` (None without a price for every model); `usd_per_1000_kept` with the
+        cost of the lost rows; `calls` and `replayed` answers of the run; `latency_s`, percentile -> seconds.
+    """
+    every = [row for rows in records.provenance.values() for row in rows]
+    if not every:
+        return None
+    parts = {name: _spent(rows) for name, rows in {**records.provenance, "total": every}.items()}
+    usd = parts["total"]["usd"]
+    latencies = records.manifest.get("traffic", {}).get("latency_s", {})
+    return parts | {
+        "usd_per_1000_kept": 1000 * usd / len(records.kept) if records.kept and usd is not None else None,
+        "calls": records.counts.get("calls"),
+        "replayed": records.counts.get("replayed"),
+        "latency_s": {name: s for name, s in latencies.items() if s is not None},
+    }
+
+
+def _spent(provenance: Rows) -> Section:
+    usd = [row["usd"] for row in provenance]
+    return {
+        "rows": len(provenance),
+        "prompt_tokens": sum(row["prompt_tokens"] or 0 for row in provenance),
+        "completion_tokens": sum(row["completion_tokens"] or 0 for row in provenance),
+        "usd": None if None in usd else math.fsum(usd),
+    }

@@ -1,0 +1,110 @@
+"""Funnel, verdicts, lengths, sizes and cost of a synthesis output, counted by hand."""
+
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from infembed_ray.analysis.figures import PAPER_SIZE, STEPS, cost, funnel, lengths, sizes, verdicts
+from infembed_ray.analysis.inputs import read
+from infembed_ray.storage.steps import resolve
+from infembed_ray.synthesis import pipeline
+from tests.analysis.samples import ROWS, Rows, kept, publish, record
+
+
+def output(tmp_path, rows=ROWS, **changes):
+    return read(resolve(publish(tmp_path / "out", rows, **changes)), "records")
+
+
+def test_the_funnel_counts_every_seed(tmp_path):
+    counts = funnel(output(tmp_path))
+    assert [counts[name] for name in ("seeds", "kept", "rejected", "dead_letter", "unaccounted")] == [7, 3, 3, 1, 0]
+    assert counts["rejections"] == [
+        {"step": "judge_positive", "why": "the judge picked none", "rows": 2},
+        {"step": "query_negative", "why": "equal to the positive it should poison", "rows": 1},
+    ]
+    assert counts["errors"] == [{"step": "instruction_positive", "why": "refused: <b>no</b>", "rows": 1}]
+    assert (counts["complements"], counts["complement_faults"]) == (0, [])
+    assert funnel(output(tmp_path / "damaged", seeds=9))["unaccounted"] == 2
+
+
+def test_each_step_passes_on_the_rows_that_it_does_not_lose(tmp_path):
+    flow = funnel(output(tmp_path))["steps"]
+    numbers = {
+        flow[n]["step"]: [flow[n][k] for k in ("reached", "rejected", "dead_letter", "passed")] for n in (1, 3, -1)
+    }
+    assert numbers == {
+        "instruction_positive": [7, 0, 1, 6],
+        "query_negative": [6, 1, 0, 5],
+        "judge_positive": [5, 2, 0, 3],
+    }
+    assert [one["passed"] for one in flow[:-1]] == [other["reached"] for other in flow[1:]]
+    assert ["seed", *(step for step in pipeline.STEPS if "complement" not in step)] == list(STEPS)
+
+
+def test_verdicts_are_counted_by_scenario_over_kept_and_rejected_rows(tmp_path):
+    assert verdicts(output(tmp_path)) == [
+        {"scenario": "positive", "judged": 5, "right": 3, "picks": {"positive": 3, "none": 2}},
+        {"scenario": "negative_instruction", "judged": 3, "right": 3, "picks": {"negative_instruction": 3}},
+        {"scenario": "negative_query", "judged": 5, "right": 5, "picks": {"negative_query": 5}},
+    ]
+
+
+def test_complements_are_counted_with_the_reasons_of_rejections(tmp_path):
+    faults = ["the judge picked none", None, "the judge picked none", None, None, "fewer than 3 words"]
+    rows = replace(ROWS, complements=tuple({"id": f"r{n}", "fault": fault} for n, fault in enumerate(faults)))
+    counts = funnel(output(tmp_path, rows))
+    assert (counts["complements"], counts["complements_fit"]) == (6, 3)
+    assert [loss["rows"] for loss in counts["complement_faults"]] == [2, 1]
+
+
+def test_lengths_are_white_space_separated_words_by_kind_and_by_column():
+    queries = [" ".join(["word"] * n) for n in (1, 2, 3, 4, 10)]
+    rows = [record(f"r{n}", query_positive=q, query_negative="two\n words ") for n, q in enumerate(queries)]
+    measured = {(n["kind"], n["column"]): n for n in lengths(rows)}
+    assert len(measured) == 3 + 7
+    positive, pooled = measured["query", "query_positive"], measured["query", None]
+    assert (positive["mean"], positive["p50"]) == (4.0, 3.0)
+    # numpy's default, between the order statistics
+    assert (positive["p5"], positive["p95"]) == (pytest.approx(1.2), pytest.approx(8.8))
+    words = [1, 2, 3, 4, 10, *[2] * 5]
+    assert (pooled["mean"], pooled["p50"]) == (statistics.fmean(words), statistics.median(words))
+    assert {kind: n["paper_mean"] for (kind, column), n in measured.items() if column is None} == {
+        "instruction": 35.57, "query": 8.06, "passage": 55.2
+    }  # fmt: skip
+    assert lengths([]) == []
+
+
+def test_sizes_are_distinct_texts_and_mean_words_in_all_and_per_source():
+    rows = [
+        record(f"r{n}", source="large" if n else "small", query_positive=f"{n} two", query_negative="the same one")
+        for n in range(3)
+    ]
+    parts = sizes(rows)
+    assert [size["source"] for size in parts] == [None, "large", "small"]
+    assert [size["texts"]["query"] for size in parts] == [4, 3, 2]
+    assert (parts[0]["texts"]["passage"], parts[0]["mean_words"]["query"]) == (9, 2.5)
+    assert [size["source"] for size in sizes(rows[:1])] == [None]
+    assert sizes([]) == []
+    assert PAPER_SIZE["texts"]["query"] == pytest.approx(PAPER_SIZE["texts"]["passage"] * 2 / 3, rel=1e-3)
+
+
+def test_the_cost_per_kept_record_includes_lost_rows(tmp_path):
+    spent = cost(output(tmp_path))
+    assert [spent["total"][name] for name in ("rows", "prompt_tokens", "completion_tokens")] == [7, 7000, 600]
+    assert [spent[name]["usd"] for name in ("kept", "rejected", "dead_letter")] == pytest.approx([0.03, 0.03, 0.01])
+    assert spent["usd_per_1000_kept"] == pytest.approx(1000 * 0.07 / 3)
+    assert (spent["calls"], spent["replayed"]) == (40, 2)
+    assert spent["latency_s"] == {"p50": 0.5, "p90": 1.5, "p99": 4.25}
+
+
+def test_one_unknown_price_makes_the_sum_unknown(tmp_path):
+    spent = cost(output(tmp_path, Rows([kept("a"), kept("b", usd=None)], ROWS.rejected, [])))
+    assert (spent["kept"]["usd"], spent["total"]["usd"], spent["usd_per_1000_kept"]) == (None, None, None)
+    assert spent["rejected"]["usd"] == pytest.approx(0.03)
+
+
+def test_records_without_provenance_or_kept_rows_have_no_price(tmp_path):
+    assert cost(output(tmp_path / "none", Rows([], ROWS.rejected, [])))["usd_per_1000_kept"] is None
+    plain = [{**row, "provenance": None} for row in ROWS.kept]
+    assert cost(output(tmp_path, Rows(plain, [], []))) is None
