@@ -1,10 +1,9 @@
-"""One table with intervals and tests on real text: BM25, a random reranker, an encoder before and after training.
+"""One table with intervals and tests on real text: BM25, an encoder before and after training.
 
     python benchmarks/evaluation_table.py --data DIRECTORY [--trained CHECKPOINT] [--output DIRECTORY]
 
 `DIRECTORY` holds `cranfield/` (1,398 abstracts, 225 queries), `infir_mini/` (InF-IR records) and
-`msmarco_seeds/` (distractors). Without `--trained`, MiniLM is trained first, on infir_mini/train.jsonl with multi{P,I}. The random
-reranker ranks the 100 documents that BM25 finds.
+`msmarco_seeds/` (distractors). Without `--trained`, MiniLM is trained first, on infir_mini/train.jsonl with multi{P,I}.
 
 The last line is one JSON object:
     figures     label -> task -> figure -> mean
@@ -76,8 +75,7 @@ def main() -> None:
         tasks=f"[{cranfield(data / 'cranfield', output / 'cranfield')}]",
         records=data / "infir_mini" / "dev.jsonl",
         distractors=data / "msmarco_seeds" / "seeds.jsonl",
-        models={"BM25": "bm25", "random": "random", "MiniLM": base, "MiniLM trained": str(trained.absolute())},
-        first_stage="BM25",
+        models={"BM25": "bm25", "MiniLM": base, "MiniLM trained": str(trained.absolute())},
         output=output / "results",
     )
     published = resolve(output / "results")

@@ -26,6 +26,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,7 +133,8 @@ def load(name: str, data: Path, scratch: Path, queries: int) -> Task:
         return catalogue.load(str(scratch / "instructir" / "asked"))
     others = read(data / "msmarco_seeds" / "seeds.jsonl", Passage, "distractors")
     file = {"reworded": "dev_reworded"}.get(name, name)
-    return instruction_following(read(data / "infir_mini" / f"{file}.jsonl", Record, "records"), others, 1000, name)
+    task = instruction_following(read(data / "infir_mini" / f"{file}.jsonl", Record, "records"), others, 1000)
+    return replace(task, name=name)
 
 
 def channels_of(row: Row, queries: Sequence[TaskQuery], weight: float | None = None) -> Channels:

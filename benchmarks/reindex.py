@@ -37,7 +37,7 @@ WORDS = 20
 """Words of a passage."""
 QUERIES = 200
 SHARDS = 4
-PHASES = ("partition_here", "sort_here", "write_shards_here")
+PHASES = ("partition_corpus", "sort_shards", "encode_passages", "write_shards")
 
 
 def encoder(directory: Path) -> InstructionEncoder:

@@ -9,7 +9,6 @@ the whole object for each ranged read. With the product's 8 reads at once it sen
 for a lost connection; so there are --threads reads at once. The seconds are moto's, not S3's; the bytes are ours.
 
     local           the index in a directory whose pages are dropped from the page cache first
-    hashing         a SHA-256 of all files in one thread, which every start computed before shards had block checksums
     verify          `infembed index verify`: the same bytes, block by block
     store           the first start on a node: ranged reads in parallel, verified as they pass
     store again     the second start on that node
@@ -37,13 +36,12 @@ from typing import Any
 import material
 import numpy as np
 import psutil
-import pyarrow as pa
 from pyarrow import fs
 
-from infembed_ray.retrieval.checksums import whole_file_checksum
-from infembed_ray.retrieval.index import Index, IndexFacts
+from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shard_files import verify
 from infembed_ray.retrieval.shards import Build
+from infembed_ray.retrieval.versions import IndexFacts
 from infembed_ray.storage.object_store import Folder
 from infembed_ray.storage.steps import output_files
 
@@ -154,13 +152,6 @@ def main() -> None:
         if not (root / "manifest.json").is_file():
             make(root, given.passages)
         (facts,) = Index.describe(root).facts.shards
-        files = [root / facts.name / name for name in facts.checksums]
-
-        def hash_all() -> None:
-            for file in files:
-                with pa.OSFile(str(file)) as source:
-                    whole_file_checksum(source)
-
         rounds: dict[str, list[dict[str, float]]] = {}
         with moto():
             folder = Folder.open("s3://bucket/index/v1", "index")
@@ -171,7 +162,6 @@ def main() -> None:
             for number in range(given.rounds):
                 cache = room / f"cache-{number}"
                 for name, measure in {
-                    "hashing": lambda: timed(hash_all),
                     "verify": lambda: timed(lambda: verify(root, facts)),
                     "local": lambda cache=cache: start(str(root), cache, given.threads),
                     "store": lambda cache=cache: start(folder.uri, cache, given.threads),

@@ -37,8 +37,8 @@ import psutil
 from serving_http import free_port
 
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.retrieval.index import IndexFacts
 from infembed_ray.retrieval.shards import Build, shard_of
+from infembed_ray.retrieval.versions import IndexFacts
 
 DIMENSION, SHARDS, WORDS = 384, 2, 40
 SAMPLE_S, TIMEOUT_S = 0.25, 120.0

@@ -17,8 +17,8 @@ from pydantic import (
 )
 
 from infembed_ray.config.base import InputPath, ModelName, RecordsPath, Settings, runtime_field
-from infembed_ray.config.llm import Endpoint, Limits
-from infembed_ray.config.training import Pooling, Template
+from infembed_ray.config.llm import Endpoint
+from infembed_ray.config.training import Pooling
 
 # ------------------------------------------------------------------------------------------------- retrievers
 
@@ -29,18 +29,6 @@ class Bm25(Settings):
     k1: float = Field(1.5, ge=0, description="term frequency saturation")
     b: float = Field(0.75, ge=0, le=1, description="document length normalization")
     stemmer: str | None = Field("english", description="language of the Snowball stemmer; null: no stemming")
-    stopwords: str | None = Field("en", description="language of bm25s's stopword list; null: no stopwords")
-
-
-class EmbeddingApi(Settings):
-    """Access to a remote embedder, with a journal and a budget."""
-
-    protocol: Literal["openai", "cohere"] = Field("openai", description="/embeddings of OpenAI, or /embed of Cohere")
-    endpoint: Endpoint = runtime_field(Endpoint(), description="URL, and the environment variable of the key")
-    limits: Limits = runtime_field(Limits(), description="rate limits, requests in flight (null: 16) and budget")
-    journal: str | None = runtime_field(None, description="directory of the journal, shared by all runs; required")
-    prices: str | None = runtime_field(None, description="YAML file with prices that override those of the package")
-    max_characters: int = Field(20_000, ge=1, description="texts are truncated here, because APIs reject long ones")
 
 
 def placeholders(text_format: str) -> list[str]:
@@ -65,28 +53,24 @@ InstructedFormat = Annotated[str, _format("query", optional="instruction")]
 QueryFormat = Annotated[str, _format("query")]
 PassageFormat = Annotated[str, _format("passage")]
 PairFormat = Annotated[str, _format("query", "passage")]
-RetrieverKind = Literal[
-    "encoder", "sentence_transformers", "api", "bm25", "run", "seq2seq", "classifier", "causal", "random"
-]
+RetrieverKind = Literal["encoder", "sentence_transformers", "api", "bm25", "run", "seq2seq", "classifier", "causal"]
 
 _PROMPTS = ("instructed_query", "plain_query")
 _MODEL = ("model", "revision", "dtype")
-_ADAPTER = ("adapter", "adapter_revision")
-_EMBEDDER = ("passage", "pool_prompt", "dimensions", "query_length", "passage_length")
+_EMBEDDER = ("passage", "dimensions", "query_length", "passage_length")
 _RERANKER = ("passage", "query_length", "pair_length")
 TAKES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "encoder": (
         ("model",),
-        (*_MODEL, *_ADAPTER, *_PROMPTS, *_EMBEDDER, "template", "pooling", "append_eos", "bidirectional"),
+        (*_MODEL, "adapter", *_PROMPTS, *_EMBEDDER, "pooling", "append_eos", "bidirectional"),
     ),
-    "sentence_transformers": (("model", *_PROMPTS, "passage"), (*_MODEL, *_EMBEDDER, "normalize")),
-    "api": (("model", *_PROMPTS), ("passage", "dimensions", "api")),
+    "sentence_transformers": (("model", *_PROMPTS, "passage"), (*_MODEL, *_EMBEDDER)),
+    "api": (("model", *_PROMPTS), ("passage", "dimensions", "endpoint")),
     "bm25": (_PROMPTS, ("bm25",)),
-    "run": (("runs",), ()),
+    "run": (("model",), ()),
     "seq2seq": (("model", *_PROMPTS, "pair", "answers"), (*_MODEL, *_RERANKER)),
     "classifier": (("model", *_PROMPTS), (*_MODEL, *_RERANKER)),
-    "causal": (("model", *_PROMPTS, "pair", "answers"), (*_MODEL, *_ADAPTER, *_RERANKER)),
-    "random": ((), ("seed",)),
+    "causal": (("model", *_PROMPTS, "pair", "answers"), (*_MODEL, "adapter", *_RERANKER)),
 }
 """Kind of a retriever -> the settings that it needs, and the further ones that it takes."""
 
@@ -101,11 +85,12 @@ class RetrieverSettings(Settings):
     kind: RetrieverKind = Field("encoder", description="how the model ranks: docs/guides/retrievers.md has the kinds")
     baseline: str | None = runtime_field(None, description="baseline whose values apply where none are given")
     model: ModelName = runtime_field(
-        "", description="checkpoint directory or hub name; of a remote embedder the API's model id"
+        "",
+        description="checkpoint directory or hub name; of kind api the API's model id; of kind run a file in TREC's format, "
+        "perhaps compressed by gzip, or a folder runs/MODEL of an evaluation",
     )
     revision: str | None = Field(None, description="commit of a hub model; null: the newest")
     adapter: ModelName | None = runtime_field(None, description="LoRA adapters over `model`: directory or hub name")
-    adapter_revision: str | None = Field(None, description="commit of hub adapters; null: the newest")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="precision of the model")
     instructed_query: InstructedFormat | None = Field(
         None, description="format of a query with an instruction; null: the checkpoint's template"
@@ -114,12 +99,9 @@ class RetrieverSettings(Settings):
     passage: PassageFormat | None = Field(
         None, description="format of a passage; null: the checkpoint's own, or the passage itself"
     )
-    template: Template | None = Field(None, description="template of a checkpoint that has none, if no formats are set")
     pooling: Pooling = Field("auto", description="from token states to one vector; auto: the checkpoint's own")
     append_eos: bool | None = Field(None, description="end texts with EOS; null: if the last token is pooled")
     bidirectional: bool | None = Field(None, description="bidirectional attention in a decoder; null: by its config")
-    pool_prompt: bool = Field(True, description="false: leave the text before the query or passage out of the mean")
-    normalize: bool = Field(True, description="false: rank by inner products of the embeddings as they are")
     dimensions: int | None = Field(
         None, ge=1, description="leading components of the embeddings to use, or dimensions to request; null: all"
     )
@@ -132,14 +114,8 @@ class RetrieverSettings(Settings):
     answers: tuple[str, str] | None = Field(
         None, description="tokens of a generative reranker's vocabulary for relevant and for irrelevant"
     )
-    seed: int = Field(0, description="seed of random scores")
     bm25: Bm25 = Field(Bm25(), description="tokenization and term weights of BM25")
-    api: EmbeddingApi = Field(EmbeddingApi(), description="protocol, endpoint, limits and journal of a remote embedder")
-    runs: tuple[InputPath, ...] = runtime_field(
-        (),
-        description="files in TREC's format, perhaps compressed by gzip, or folders runs/MODEL of an evaluation, with a "
-        "file per task; several are fused by reciprocal ranks",
-    )
+    endpoint: Endpoint = runtime_field(Endpoint(), description="OpenAI-compatible API of a remote embedder")
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> RetrieverSettings:
@@ -154,24 +130,14 @@ class RetrieverSettings(Settings):
             raise ValueError(
                 f"{name} is a setting of kind {' or '.join(kinds)}, not of {self.kind}; drop it or set `kind`"
             )
-        if self.kind == "encoder":
-            self._check_encoder()
+        if self.kind == "encoder" and (self.instructed_query is None) != (self.plain_query is None):
+            raise ValueError("give instructed_query and plain_query both, or neither")
         return self
 
     @model_serializer(mode="wrap")
     def _as_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what is not given: a baseline may have another value than the default."""
         return {name: value for name, value in dump(self).items() if name in self.model_fields_set}
-
-    def _check_encoder(self) -> None:
-        if (self.instructed_query is None) != (self.plain_query is None):
-            raise ValueError("give instructed_query and plain_query both, or neither")
-        if self.template is not None and self.instructed_query is not None:
-            raise ValueError(f"template={self.template}: formats replace the template; drop it or the formats")
-        if not self.pool_prompt and self.instructed_query is None:
-            raise ValueError("pool_prompt=false: needs formats; give instructed_query and plain_query")
-        if not self.pool_prompt and self.pooling not in ("auto", "mean"):
-            raise ValueError(f"pool_prompt=false: needs pooling=mean, not {self.pooling}")
 
 
 def _form(given: Any) -> str:
@@ -192,17 +158,20 @@ else:  # tagged, so that an error is about the form that was given
 
 
 class GateSettings(Settings):
-    """Limits that a model must keep on every task with changed instructions, in points (x100)."""
+    """Limits that a model must keep on every task with changed instructions, in points (x100).
 
-    p_mrr_gain: float = Field(0.0, description="p-MRR must exceed the base's by more than this")
-    quality_loss: float = Field(1.0, ge=0, description="most that either quality may be below the base's")
-    control_gain: float = Field(
-        1.0, ge=0, description="most that p-MRR under generic and shuffled may differ from the base's"
+    Its p-MRR must exceed the base's too.
+    """
+
+    tolerance: float = Field(
+        1.0,
+        ge=0,
+        description="most that either quality may be below the base's, that p-MRR under generic and shuffled may differ "
+        "from the base's, and that either quality may move under a paraphrase",
     )
     pairs_reversed: float = Field(
         70.0, ge=0, le=100, description="least labelled pairs that the inverse instruction reverses"
     )
-    paraphrase_change: float = Field(1.0, ge=0, description="most that either quality may move under a paraphrase")
 
 
 class EvaluateSettings(Settings):
@@ -237,14 +206,10 @@ class EvaluateSettings(Settings):
         "null: `embeddings` in the output",
     )
     split: str | None = Field(None, description="only records whose column `split` has this value")
-    reworded: InputPath | None = runtime_field(
-        None, description="the records with instructions in other words than their passages', as a task beside them"
-    )
     distractors: InputPath | None = runtime_field(
         None, description="passages irrelevant to all records: JSONL or Parquet with id and passage or text"
     )
     max_distractors: int = Field(1000, ge=0, description="distractors to add to the corpus, from the first")
-    template: Template = Field("instruction_first", description="template of models that have none")
     depth: int = Field(1000, ge=1, description="documents per ranking")
     first_stage: str | None = Field(
         None, description="label of the model whose top documents rerankers score, for tasks without candidates"
@@ -274,11 +239,4 @@ class ReportSettings(Settings):
     output: str = runtime_field(description="directory for the published report")
     rows: dict[str, str] = Field(
         {}, description="model -> its row in Tables 2 and 5, if the names differ; e.g. InF-Embed (e5-base-v2)"
-    )
-    baseline: str | None = Field(
-        None,
-        description="model that all others are compared with; null: the first of the same output, in a sweep the backbone",
-    )
-    unfiltered: tuple[str, ...] = Field(
-        (), description="labels of results whose models were trained without the quality filter (Figure 6)"
     )

@@ -17,13 +17,11 @@ class MineSettings(Settings):
     columns: dict[str, str | tuple[str, ...]] = Field(
         {}, description="our column -> its name in the files; positives and negatives may have several"
     )
-    split: str | None = Field(None, description="use only rows of this split, by the column `split` or the file")
     index: IndexPath = runtime_field(
         description="output of `infembed index`: the passages to mine, and the encoder that does"
     )
     output: str = runtime_field(description="directory or object-store URI of the published tuples")
     negatives: int = Field(7, ge=1, description="mined negatives per tuple; its own ones stay, before them")
-    depth: int = Field(100, ge=1, description="passages that the search finds per tuple, of which negatives are taken")
     max_share: float = Field(
         0.95,
         gt=0,
@@ -35,6 +33,5 @@ class MineSettings(Settings):
         description="encoder or reranker that judges in place of the index's encoder, as in `models` of `infembed evaluate`; "
         "its scores are written, for distillation",
     )
-    batch_tokens: int = runtime_field(4096, ge=64, description="tokens per encoding batch, with padding")
     workers: int = runtime_field(1, ge=1, description="actors; each holds the index, the encoder and the teacher")
     gpus_per_worker: float = runtime_field(0.0, ge=0, description="GPUs per actor")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -25,14 +25,6 @@ class IndexSettings(Settings):
     output: str = runtime_field(
         description="directory for the published index, or milvus+http://HOST:PORT/ALIAS for an external engine"
     )
-    store_token_env: str | None = runtime_field(
-        "INFEMBED_STORE_TOKEN",
-        description="environment variable with the token of an external engine: user:password or an API key; unset: none",
-    )
-    work: str | None = runtime_field(
-        None,
-        description="with an external engine, directory or object-store folder, seen by all nodes, for an unfinished build; null: scratch directory of this machine",
-    )
     shards: int = Field(2, ge=1, description="shards of the index; a hash of its id assigns a passage")
     dimensions: int | None = Field(
         None, ge=1, description="dimensions of the embeddings (Matryoshka); null: the model's"
@@ -51,9 +43,6 @@ class IndexSettings(Settings):
     lexical: bool = Field(
         False, description="build a BM25 index of every shard, too, for searches with `hybrid` (English stemming)"
     )
-    reuse: bool = runtime_field(
-        True, description="take the vectors of unchanged passages from the latest version, if this encoder made them"
-    )
     batch_tokens: int = runtime_field(4096, ge=64, description="padded tokens per encoding batch")
     actors: int = runtime_field(1, ge=1, description="encoding actors")
     gpus_per_actor: float = runtime_field(0.0, ge=0, description="GPUs per encoding actor")
@@ -62,35 +51,16 @@ class IndexSettings(Settings):
         gt=0,
         description="CPUs and threads per task that builds a shard; with several, HNSW graphs are not reproducible",
     )
-    gpus_per_shard: float = runtime_field(
-        0.0, ge=0, description="GPUs per task that builds a shard; centroids differ from those of CPUs"
-    )
-
-    def identity(self) -> dict[str, Any]:
-        """As `Settings.identity`; without `lexical` it is that of versions that had no such setting."""
-        decides = super().identity()
-        return decides if self.lexical else {name: value for name, value in decides.items() if name != "lexical"}
 
 
 class CompactSettings(Settings):
     """`infembed index compact`: an index + the changes since -> its next version."""
 
     index: IndexPath = runtime_field(description="output directory of `infembed index`, or one version in it")
-    factory: str | None = Field(
-        None,
-        description="new index type of all shards, as faiss.index_factory spells it; auto: chosen; null: unchanged",
-    )
     memory_gib: float | None = Field(None, gt=0, description="new limit of a shard's memory (GiB); null: unchanged")
-    recall_floor: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="new least recall@10; null: unchanged",
-    )
     keep_versions: int | None = runtime_field(
         None,
         ge=2,
         description="versions of the lineage to keep, with the new one; older ones are deleted; null: all",
     )
     cpus_per_shard: float = runtime_field(1.0, gt=0, description="CPUs and threads per task that builds a shard")
-    gpus_per_shard: float = runtime_field(0.0, ge=0, description="GPUs per task that builds a shard")

@@ -1,7 +1,4 @@
-"""Chunks of passages, of queries or of (query, passage) pairs, each of which is stored as one array.
-
-A chunk refers to its texts, so it is small to send to another node.
-"""
+"""Chunks of passages, queries or pairs, each stored as one array. A chunk refers to its texts, so it is small to send."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +22,7 @@ from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder
 from infembed_ray.storage.places import Place, errors_at
 
+S = TypeVar("S", range, tuple[Query, ...], tuple[int, ...])
 TEXTS = 1024
 """Passages or queries per chunk: enough to batch by length, and the work that a killed actor loses."""
 PAIRS = 128
@@ -74,10 +73,9 @@ def shared(file: Place) -> pa.Table:
                     file.parent.download(file.name, copy)
         file = copy
     if not file.is_file():
-        raise InputError(
-            f"embeddings={file.parent.parent}: node {platform.node()} does not see {file.name}, which the driver wrote "
-            "there; give a directory that all nodes share, or a folder of an object store"
-        )
+        fault = f"node {platform.node()} does not see {file.name}, which the driver wrote there"
+        remedy = "give a directory that all nodes share, or a folder of an object store"
+        raise InputError.of("embeddings", file.parent.parent, fault, remedy)
     return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
 
 
@@ -85,85 +83,60 @@ def shared(file: Place) -> pa.Table:
 
 
 @dataclass(frozen=True)
-class Passages:
-    """Some passages of a shared corpus."""
+class Chunk:
+    """Texts that are computed together: passages, queries, or a query with passages. Equal chunks have equal arrays."""
 
-    corpus: Place
-    start: int
-    size: int
+    kind: Literal["passage", "query", "pair"]
+    queries: tuple[Query, ...] = ()
+    """The queries, or the only one of pairs."""
+    corpus: Place = Path()
+    """Shared corpus of the passages."""
+    rows: Sequence[int] = ()
+    """Rows of the passages, ascending: a range, or a tuple."""
 
-    @classmethod
-    def divide(cls, corpus: Place) -> list[Passages]:
-        """Divide a corpus, in its order."""
-        rows = shared(corpus).num_rows
-        return [cls(corpus, start, min(TEXTS, rows - start)) for start in range(0, rows, TEXTS)]
+    @property
+    def size(self) -> int:
+        """Number of texts or pairs."""
+        return len(self.queries if self.kind == "query" else self.rows)
 
     def texts(self) -> list[tuple[str | None, ...]]:
         """Return the inputs of each row, which differ between the kinds of chunks."""
-        return [("passage", text) for text in self._passages()]
+        if self.kind == "query":
+            return [("query", query.query, query.instruction) for query in self.queries]
+        asked = [(query.query, query.instruction) for query in self.queries]
+        return [(self.kind, *(part for query in asked for part in query), passage) for passage in self._passages()]
 
     def compute(self, retriever: Retriever) -> np.ndarray:
         """Compute the array: (size, d) float32, or (size) for pairs."""
+        if self.kind == "pair":
+            assert isinstance(retriever, PairReranker)
+            return retriever.score([(self.queries[0], passage) for passage in self._passages()])
         assert isinstance(retriever, TextEncoder)
+        if self.kind == "query":
+            return retriever.encode_queries(self.queries)
         return retriever.encode_passages(self._passages())
 
     def _passages(self) -> list[str]:
-        passages: list[str] = shared(self.corpus)["text"].slice(self.start, self.size).to_pylist()
-        return passages
-
-
-@dataclass(frozen=True)
-class Queries:
-    """Some queries of a task."""
-
-    queries: tuple[Query, ...]
-
-    @classmethod
-    def divide(cls, queries: Sequence[Query]) -> list[Queries]:
-        """Divide queries, in their order."""
-        return [cls(tuple(queries[start : start + TEXTS])) for start in range(0, len(queries), TEXTS)]
-
-    @property
-    def size(self) -> int:
-        return len(self.queries)
-
-    def texts(self) -> list[tuple[str | None, ...]]:
-        return [("query", query.query, query.instruction) for query in self.queries]
-
-    def compute(self, retriever: Retriever) -> np.ndarray:
-        assert isinstance(retriever, TextEncoder)
-        return retriever.encode_queries(self.queries)
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """A query with some passages of a shared corpus."""
-
-    query: Query
-    corpus: Place
-    rows: tuple[int, ...]
-
-    @classmethod
-    def divide(cls, query: Query, corpus: Place, rows: Sequence[int]) -> list[Pairs]:
-        """Divide the pairs of a query and passages, in the order of the corpus, not of a ranking."""
-        ordered = sorted(rows)
-        return [cls(query, corpus, tuple(ordered[start : start + PAIRS])) for start in range(0, len(ordered), PAIRS)]
-
-    @property
-    def size(self) -> int:
-        return len(self.rows)
-
-    def texts(self) -> list[tuple[str | None, ...]]:
-        return [("pair", self.query.query, self.query.instruction, passage) for passage in self._passages()]
-
-    def compute(self, retriever: Retriever) -> np.ndarray:
-        assert isinstance(retriever, PairReranker)
-        return retriever.score([(self.query, passage) for passage in self._passages()])
-
-    def _passages(self) -> list[str]:
         passages = shared(self.corpus)["text"]
+        if isinstance(self.rows, range):
+            return list(passages.slice(self.rows.start, len(self.rows)).to_pylist())
         return [passages[row].as_py() for row in self.rows]  # `take` copies the whole column and fails beyond 2 GB
 
 
-Chunk = Passages | Queries | Pairs
-"""Texts that are computed together. Equal chunks have equal arrays."""
+def of_passages(corpus: Place) -> list[Chunk]:
+    """Divide a shared corpus, in its order."""
+    return [Chunk("passage", corpus=corpus, rows=rows) for rows in _parts(range(shared(corpus).num_rows), TEXTS)]
+
+
+def of_queries(queries: Sequence[Query]) -> list[Chunk]:
+    """Divide queries, in their order."""
+    return [Chunk("query", part) for part in _parts(tuple(queries), TEXTS)]
+
+
+def of_pairs(query: Query, corpus: Place, rows: Sequence[int]) -> list[Chunk]:
+    """Divide the pairs of a query and passages, in the order of the corpus, not of a ranking."""
+    return [Chunk("pair", (query,), corpus, part) for part in _parts(tuple(sorted(rows)), PAIRS)]
+
+
+def _parts(items: S, size: int) -> list[S]:
+    return [items[start : start + size] for start in range(0, len(items), size)]

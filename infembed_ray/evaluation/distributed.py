@@ -1,9 +1,7 @@
 """`infembed evaluate`: tasks x models on Ray, published as a table.
 
-Texts are in files that all nodes map into memory. Actors write the embeddings of each chunk of texts to the store, a
-directory that all nodes see or a folder of an object store; searches read them from there in blocks. So the driver and
-Ray's object store hold neither texts nor embeddings. A lost node or driver costs only the chunks in progress, and no other
-run computes a stored chunk again.
+Texts are in files that all nodes map into memory. Actors write the embeddings of each chunk of texts to the store, from which
+searches read them in blocks, so the driver and Ray's object store hold neither. A stored chunk is never computed again.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from ray.data import ActorPoolStrategy
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import obedience, obedience_gates, results, tables
-from infembed_ray.evaluation.chunks import Chunk, Pairs, Passages, Queries, shared
-from infembed_ray.evaluation.differences import Differences
+from infembed_ray.evaluation.chunks import Chunk, of_pairs, of_passages, of_queries, shared
 from infembed_ray.evaluation.embeddings import Store
 from infembed_ray.evaluation.inputs import (
     ENCODER_KINDS,
@@ -46,9 +43,6 @@ from infembed_ray.ray_cluster import connect, errors_of_tasks
 from infembed_ray.storage import steps
 from infembed_ray.storage.places import Place, address, place_of
 
-_ONE_PROCESS = ("api", "bm25")
-"""Kinds with a single process: a budget is kept in one place, and BM25 ranks a whole task."""
-_WITHOUT_GPU = ("api", "random")
 _MESSAGE_CHARACTERS = 60
 _OUTSIDE_TRIALS = "DEFAULT"
 """Scheduling strategy. Without it, Ray puts tasks into the placement group of a sweep's trial, which has no free CPUs."""
@@ -73,12 +67,11 @@ def run(settings: EvaluateSettings) -> steps.Published:
     sizes = counted(queries, "query", "queries"), counted(passages, "passage")
     say("evaluate: " + ", ".join((counted(len(inputs.models), "model"), counted(len(inputs.tasks), "task"), *sizes)))
     with step.publish() as staging:
-        differences = Differences()
-        figures = _evaluate(settings, inputs, staging.path / runs.RUNS, differences)
+        figures = _evaluate(settings, inputs, staging.path / runs.RUNS)
         staging.counts = {"tasks": len(inputs.tasks), "queries": queries, "passages": passages}
         staging.facts = {"figures": figures.figures}
         results.write(staging.path, figures)
-        report = of_evaluation(settings.output, figures, differences.largest(inputs.tasks, figures))
+        report = of_evaluation(settings.output, figures)
         (staging.path / tables.TABLE_FILE).write_text(report.as_markdown(with_paper=False), encoding="utf-8")
         (staging.path / tables.REPORT_FILE).write_text(report.as_html(), encoding="utf-8")
     say(report.as_text())
@@ -86,14 +79,13 @@ def run(settings: EvaluateSettings) -> steps.Published:
     return published
 
 
-def _evaluate(
-    settings: EvaluateSettings, inputs: EvaluationInputs, directory: Path, differences: Differences
-) -> Results:
+def _evaluate(settings: EvaluateSettings, inputs: EvaluationInputs, directory: Path) -> Results:
     """Rank and score all tasks by all models; the runs go to a directory."""
     scores: dict[str, dict[str, Scores]] = {}
     obeyed: dict[str, dict[str, Obedience]] = {}
     first: dict[str, dict[str, list[str]]] = {}
-    controls = _controls(settings, inputs.tasks)
+    made = {task.name: Controls.from_task(task) for task in inputs.tasks if settings.controls}
+    controls = {name: of_task for name, of_task in made.items() if of_task is not None}
     asked = replace(inputs, tasks=[controls[t.name].ask(t) if t.name in controls else t for t in inputs.tasks])
     for model in sorted(inputs.models, key=lambda model: model.label != settings.first_stage):
         scores[model.label] = {}
@@ -102,7 +94,6 @@ def _evaluate(
             if model.label == settings.first_stage:
                 first[task.name] = {q.id: list(ranks(run[q.id]))[: settings.rerank] for q in asking.queries}
             scores[model.label][task.name] = score(task, run)
-            differences.add(model.label, task, run)
             runs.write(directory, model.label, task.name, run)
             if task.name in controls:
                 obeyed.setdefault(model.label, {})[task.name] = controls[task.name].measure(task, run)
@@ -118,27 +109,17 @@ def _evaluate(
     )
 
 
-def _controls(settings: EvaluateSettings, tasks: Sequence[Task]) -> dict[str, Controls]:
-    """Return the controls of the tasks with changed instructions."""
-    made = {task.name: Controls.from_task(task) for task in tasks if settings.controls}
-    return {name: controls for name, controls in made.items() if controls is not None}
-
-
 def _references(
     settings: EvaluateSettings, inputs: EvaluationInputs, controls: Mapping[str, Controls]
 ) -> dict[str, dict[str, Obedience]]:
-    """Measure a constant scorer, and BM25 unless a model is, on the tasks with controls, which `inputs` asks."""
-    if not controls:
+    """Measure BM25, unless a model is, on the tasks with controls, which `inputs` asks."""
+    given = [model.retriever for model in inputs.models if model.retriever.kind == "bm25"]
+    if not controls or any("{instruction}" in (retriever.instructed_query or "") for retriever in given):
         return {}
     tasks = [task for task in inputs.tasks if task.name in controls]
-    measured: dict[str, dict[str, Obedience]] = {}
-    given = [model.retriever for model in inputs.models if model.retriever.kind == "bm25"]
-    if not any("{instruction}" in (retriever.instructed_query or "") for retriever in given):
-        bm25 = EvaluatedModel(obedience.BM25, baselines.resolve(obedience.BM25, "bm25"), {}, {})
-        ranked = _rank_tasks(settings, replace(inputs, tasks=tasks), bm25)
-        measured[bm25.label] = {task.name: controls[task.name].measure(task, run) for task, run in ranked}
-    measured[obedience.CONSTANT] = {t.name: controls[t.name].measure_constant(t, settings.depth) for t in tasks}
-    return {label: of_tasks for label, of_tasks in measured.items() if of_tasks}
+    bm25 = EvaluatedModel(obedience.BM25, baselines.resolve(obedience.BM25, "bm25"), {}, {})
+    ranked = _rank_tasks(settings, replace(inputs, tasks=tasks), bm25)
+    return {bm25.label: {task.name: controls[task.name].measure(task, run) for task, run in ranked}}
 
 
 def _rankings(
@@ -155,9 +136,9 @@ def _rankings(
 def _encode_and_search(
     settings: EvaluateSettings, inputs: EvaluationInputs, model: EvaluatedModel
 ) -> Iterator[tuple[Task, Run]]:
-    passages = {task.name: Passages.divide(task.corpus_file) for task in inputs.tasks}
-    queries = {task.name: Queries.divide(task.queries) for task in inputs.tasks}
-    chunks: list[Chunk] = [*_flat(passages.values()), *_flat(queries.values())]
+    passages = {task.name: of_passages(task.corpus_file) for task in inputs.tasks}
+    queries = {task.name: of_queries(task.queries) for task in inputs.tasks}
+    chunks = [*_flat(passages.values()), *_flat(queries.values())]
     files = _compute_chunks("encode", settings, model, chunks, inputs.store)
     with track(f"search {model.label}", inputs.size[0]) as advance:
         for task in inputs.tasks:
@@ -184,30 +165,23 @@ def _encode_and_search(
 def _rerank(
     settings: EvaluateSettings, inputs: EvaluationInputs, model: EvaluatedModel, first: FirstStage
 ) -> Iterator[tuple[Task, Run]]:
-    pairs = {
-        task.name: _pairs(task, None if task.has_candidates(settings.depth) else first[task.name])
-        for task in inputs.tasks
-    }
-    chunks = _flat(pairs.values())
-    files = _compute_chunks("rerank", settings, model, chunks, inputs.store)
+    """Score every query's candidates, or the first stage's top documents if the task has no candidates to re-rank."""
+    pairs: dict[str, list[Chunk]] = {}
+    for task in inputs.tasks:
+        candidates = (task.candidates or {}) if task.has_candidates(settings.depth) else first[task.name]
+        wanted = [set(candidates[query.id]) - task.excluded.get(query.id, frozenset()) for query in task.queries]
+        rows = rows_of(task.corpus["id"], wanted)
+        divided = zip(task.queries, rows, strict=True)
+        pairs[task.name] = _flat(of_pairs(query, task.corpus_file, own.tolist()) for query, own in divided)
+    files = _compute_chunks("rerank", settings, model, _flat(pairs.values()), inputs.store)
     for task in inputs.tasks:
         run: dict[str, dict[str, float]] = {query.id: {} for query in task.queries}
         ids = task.corpus["id"]
         stored = Store.read_all([(files[chunk], chunk.size) for chunk in pairs[task.name]])
         for chunk, scores in zip(pairs[task.name], stored, strict=True):
             documents = [ids[row].as_py() for row in chunk.rows]  # `take` copies the whole column
-            run[chunk.query.id] |= zip(documents, scores.tolist(), strict=True)
+            run[chunk.queries[0].id] |= zip(documents, scores.tolist(), strict=True)
         yield task, run
-
-
-def _pairs(task: Task, first: Mapping[str, Sequence[str]] | None) -> list[Pairs]:
-    """Pair every query with the first stage's top documents, or with its candidates if there is no first stage."""
-    candidates = (task.candidates or {}) if first is None else first
-    excluded = task.excluded
-    queries = task.queries
-    wanted = [set(candidates[query.id]) - excluded.get(query.id, frozenset()) for query in queries]
-    rows = rows_of(task.corpus["id"], wanted)
-    return _flat(Pairs.divide(query, task.corpus_file, own.tolist()) for query, own in zip(queries, rows, strict=True))
 
 
 def _rank_tasks(
@@ -255,12 +229,7 @@ def _flat(lists: Iterable[Sequence[T]]) -> list[T]:
 class ComputeChunk:
     """Ray Data actor that computes chunks missing from the store. It loads the model at the first missing chunk.
 
-    Args:
-        model: computes the chunks.
-        identity: of its retriever.
-        store: place of the store.
-        chunks: reference to all chunks; rows are their numbers.
-        device, batch_tokens: of the retriever.
+    Rows of the data set are the numbers of `chunks`.
     """
 
     def __init__(
@@ -290,10 +259,12 @@ class ComputeChunk:
             kind, *parts = texts[broken[0]]
             text = " ".join(part for part in reversed(parts) if part)[:_MESSAGE_CHARACTERS]
             asked = self._model.retriever
-            raise InputError(
-                f"models.{self._model.label}={asked.model or asked.kind}: its "
-                f"{'score' if kind == 'pair' else 'embedding'} of {kind} {text!r} is not finite, like {broken.size} of the "
-                f"{chunk.size} in this chunk; the weights are damaged or training diverged: give another checkpoint"
+            what = "score" if kind == "pair" else "embedding"
+            raise InputError.of(
+                f"models.{self._model.label}",
+                asked.model or asked.kind,
+                f"its {what} of {kind} {text!r} is not finite, like {broken.size} of the {chunk.size} in this chunk",
+                "the weights are damaged or training diverged: give another checkpoint",
             )
         self._store.write(file, array)
         return file, True
@@ -307,13 +278,13 @@ def _compute_chunks(
     if not distinct:
         return {}
     connect()
-    kind = model.retriever.kind
-    gpus = 0 if kind in _WITHOUT_GPU else settings.gpus_per_actor
+    remote = model.retriever.kind == "api"  # one process of it, which bounds its requests in flight
+    gpus = 0 if remote else settings.gpus_per_actor
     device = "cuda" if gpus else "cpu"
     computed = ray.data.range(len(distinct), override_num_blocks=len(distinct)).map(
         ComputeChunk,
         fn_constructor_args=(model, model.identity, store, ray.put(distinct), device, settings.batch_tokens),
-        compute=ActorPoolStrategy(size=1 if kind in _ONE_PROCESS else min(settings.actors, len(distinct))),
+        compute=ActorPoolStrategy(size=1 if remote else min(settings.actors, len(distinct))),
         num_gpus=gpus,
     )
     files: dict[Chunk, Place] = {}

@@ -1,8 +1,7 @@
-"""A store of embeddings and scores, keyed by the texts that they were computed from.
+"""A store of embeddings and scores, keyed by the texts that they were computed from, which tasks and runs share.
 
-An evaluation looks here before it computes a chunk, so tasks, runs and resumed runs share their work. The store is a
-directory that all nodes see, or a folder of an object store, which the workers write and read directly. Its files never
-change, and all of it can be deleted at any time.
+It is a directory that all nodes see, or a folder of an object store. Its files never change, and all of it can be deleted
+at any time.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from infembed_ray.evaluation.metrics import parse
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.corpus import name_of
-from infembed_ray.evaluation.tasks.infir import TASK, instruction_following
+from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.progress import counted
 from infembed_ray.records import tables
@@ -32,10 +32,9 @@ RANKER_KINDS = ("bm25", "run")
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model of the settings.
+    """A model of the settings, with its part of the step's identity: paths and names.
 
-    Attributes:
-        inputs, names: its part of the step's identity, with its position, because the first model is the baseline.
+    They have its position, because the first model is the baseline.
     """
 
     label: str
@@ -55,18 +54,13 @@ class EvaluatedModel:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What the published results say of it."""
+        """Its description in the published results."""
         return self.retriever.model_dump(mode="json", exclude_defaults=True) | {"identity": self.identity}
 
 
 @dataclass(frozen=True)
 class EvaluationInputs:
-    """All that an evaluation reads.
-
-    Attributes:
-        store: place of embeddings and scores.
-        data: files of the settings' own records.
-    """
+    """All that an evaluation reads; `store` has embeddings and scores, `data` the files of the settings' own records."""
 
     models: Sequence[EvaluatedModel]
     tasks: Sequence[Task]
@@ -88,17 +82,14 @@ class EvaluationInputs:
 
 
 def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> EvaluationInputs:
-    """Find models and tasks, and share the corpora. Reads no weights.
-
-    Args:
-        share_corpora: whether to write the corpora to the store, from which actors read them.
+    """Find models and tasks, and write the corpora to the store, from which actors read them. Reads no weights.
 
     Raises:
         InputError: data, a model or the store cannot be used, or models and tasks do not fit together.
     """
     models, store, (data, tasks), _ = check_all(
         lambda: _models(settings),
-        lambda: store_of(settings),
+        lambda: _store(settings),
         lambda: _tasks(settings),
         lambda: obedience_gates.check(settings),
     )
@@ -111,25 +102,20 @@ def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> Evaluatio
     _require_candidates(settings, models, tasks)
     for task in tasks:
         if task.only_runs and (unusable := [model.label for model in models if model.retriever.kind != "run"]):
-            raise InputError(
-                f"tasks={task.name}: holds judgements alone, so models.{unusable[0]} has no texts to rank; give a directory "
-                "with a corpus, or models of kind run"
-            )
+            fault = f"holds judgements alone, so models.{unusable[0]} has no texts to rank"
+            raise InputError.of("tasks", task.name, fault, "give a directory with a corpus, or models of kind run")
     return EvaluationInputs(models, tasks, store, data)
 
 
 def content_hash(task: Task) -> str:
-    """Hash all contents of a task whose corpus is shared."""
-    queries = [astuple(query) for query in task.queries]
-    figures = [astuple(figure) for figure in task.figures]
-    changes = [astuple(change) for change in task.changes]
+    """Hash all contents of a task."""
+    listed = [[astuple(item) for item in items] for items in (task.queries, task.figures, task.changes)]
     excluded = {query: sorted(documents) for query, documents in task.excluded.items()}
-    content = [task.corpus_file.stem, queries, task.qrels, figures, changes, task.candidates, excluded]
+    content = [task.corpus_file.name or name_of(task.corpus), listed, task.qrels, task.candidates, excluded]
     return digest([json.dumps(content, sort_keys=True)])
 
 
-def store_of(settings: EvaluateSettings) -> Place:
-    """Return the place of embeddings and scores; InputError if it cannot be written."""
+def _store(settings: EvaluateSettings) -> Place:
     store = steps.folder_of(settings, "embeddings")
     steps.require_access(store, "embeddings")
     return store
@@ -142,15 +128,13 @@ def _models(settings: EvaluateSettings) -> list[EvaluatedModel]:
 
 
 def _model(settings: EvaluateSettings, position: int, label: str) -> EvaluatedModel:
-    retriever = baselines.resolve(label, settings.models[label], settings.template)
+    retriever = baselines.resolve(label, settings.models[label])
     paths, names = baselines.inputs(retriever, f"models.{label}")
     prefix = f"models.{label} ({position})"
     return EvaluatedModel(
         label,
         # Actors have other working directories, and `latest` may point elsewhere while they work.
-        retriever.model_copy(
-            update={p: address(path) for p, path in paths.items() if p in type(retriever).model_fields}
-        ),
+        retriever.model_copy(update={part: address(path) for part, path in paths.items()}),
         {f"{prefix}.{part}": path for part, path in paths.items()},
         {f"{prefix}.{part}": name for part, name in names.items()},
     )
@@ -161,25 +145,22 @@ def _tasks(settings: EvaluateSettings) -> tuple[dict[str, Place], list[Task]]:
     if not settings.tasks and settings.records is None:
         raise InputError("tasks is empty: set tasks=[followir] or another benchmark, or records=<InF-IR records>")
     if settings.distractors is not None and settings.records is None:
-        raise InputError(f"distractors={settings.distractors}: needs records; set records or drop the distractors")
-    if settings.reworded is not None and settings.records is None:
-        raise InputError(f"reworded={settings.reworded}: needs records, which it rewords; set records or drop it")
+        raise InputError.of("distractors", settings.distractors, "needs records", "set records or drop the distractors")
     for measure in settings.measures:
         parse(measure.replace("Robustness@", "nDCG@"))
     tasks = [catalogue.load(name, settings.data, settings.measures) for name in catalogue.expand(settings.tasks)]
-    given = {"records": settings.records, "reworded": settings.reworded, "distractors": settings.distractors}
+    given = {"records": settings.records, "distractors": settings.distractors}
     data = {name: steps.find_input(path, name) for name, path in given.items() if path is not None}
-    distractors: Sequence[tables.Passage] = ()
-    if "distractors" in data:
-        distractors = tables.read(data["distractors"], tables.Passage, "distractors")
-    for name in (TASK, "reworded"):
-        if name in data:
-            rows = tables.read(data[name], tables.Record, name, split=settings.split)
-            task = instruction_following(rows, distractors, settings.max_distractors, name)
-            tasks.append(catalogue.with_measures(task, settings.measures))
+    if "records" in data:
+        rows = tables.read(data["records"], tables.Record, "records", split=settings.split)
+        distractors: Sequence[tables.Passage] = ()
+        if "distractors" in data:
+            distractors = tables.read(data["distractors"], tables.Passage, "distractors")
+        task = instruction_following(rows, distractors, settings.max_distractors)
+        tasks.append(catalogue.with_measures(task, settings.measures))
     for name, count in Counter(task.name for task in tasks).items():
         if count > 1:
-            raise InputError(f"tasks={name}: two tasks have this name; rename the directory, or leave one out")
+            raise InputError.of("tasks", name, "two tasks have this name", "rename the directory, or leave one out")
     return data, tasks
 
 
@@ -187,10 +168,12 @@ def _require_candidates(settings: EvaluateSettings, models: Sequence[EvaluatedMo
     """Check that every reranker has documents to score."""
     first = settings.first_stage
     if settings.rerank > settings.depth:
-        raise InputError(f"rerank={settings.rerank}: rankings end at depth={settings.depth}; set rerank to it or less")
+        raise InputError.of(
+            "rerank", settings.rerank, f"rankings end at depth={settings.depth}", "set rerank to it or less"
+        )
     if first is not None and first not in {model.label for model in models if not model.reranks}:
         why = "is a reranker itself" if first in settings.models else "is not a label of models"
-        raise InputError(f"first_stage={first}: {why}; give the label of an encoder or of bm25")
+        raise InputError.of("first_stage", first, why, "give the label of an encoder or of bm25")
     for model in models:
         for task in tasks:
             if model.reranks and first is None and not task.has_candidates(settings.depth):
@@ -203,8 +186,7 @@ def _require_candidates(settings: EvaluateSettings, models: Sequence[EvaluatedMo
 def describe(settings: EvaluateSettings) -> Iterator[str]:
     """Yield what a run would do, line by line; InputError as `resolve`."""
     inputs = resolve(settings, share_corpora=False)
-    step = inputs.step(settings)
-    if (yield from state(step)):
+    if (yield from state(inputs.step(settings))):
         return
     yield from describe_tasks(inputs)
     for model in inputs.models:

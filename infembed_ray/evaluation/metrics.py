@@ -1,7 +1,7 @@
 """Retrieval measures: pure functions of judgements and rankings, with one value per query.
 
 nDCG, MAP, recall, MRR and further ones by their names are those of ir_measures, which asks trec_eval. p-MRR of FollowIR
-(Weller et al., 2024), WISE and SICR of InfoSearch (Zhou et al., 2025) and the violations of CoDeR are implemented here.
+(Weller et al., 2024) and Robustness@k of InstructIR (Oh et al., 2024) are implemented here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isnan, sqrt
+from math import isnan
 from statistics import fmean
 
 import ir_measures
@@ -38,10 +38,6 @@ CONVENTIONS = {
     "pairs reversed": "share of labelled pairs (a document relevant only under the first instruction, one only under the "
     "second) that each instruction puts in its own order",
     "violation": "share of changed queries with a document among the first k that the changed instruction excludes",
-    "WISE": "InfoSearch's equations 6 to 9 with K = 20, over documents relevant under the instruction and not under its "
-    "inverse, from their ranks without instruction, under it and under its inverse; N = documents relevant under either",
-    "SICR": "InfoSearch's equations 4 and 5, over the same documents; as in its code, a document that is first without "
-    "instruction complies if it stays first, its score does not fall, and both fall under the inverse",
 }
 """How each measure is computed, as recorded in every result file."""
 _FURTHER = "as ir_measures defines it, by trec_eval where that has it; a query without results counts 0"
@@ -67,18 +63,16 @@ def parse(measure: str) -> ir_measures.Measure:
     Raises:
         InputError: there is no such measure, its cut-off is missing or below 1, or a library that it needs is missing.
     """
-    name = family(measure)
+    name, remedy = family(measure), "write it like nDCG@10, P(rel=2)@5 or bpref"
     if name.lower() not in _NAMES:
-        raise InputError(f"measures={measure}: no measure of ir_measures; {nearest(name, _NAMES.values())}")
+        raise InputError.of("measures", measure, "no measure of ir_measures", nearest(name, _NAMES.values()))
     try:
         parsed = ir_measures.parse_measure(_NAMES[name.lower()] + measure[len(name) :])
         usable = ir_measures.DefaultPipeline.supports(parsed)
     except (ValueError, TypeError, AssertionError) as error:
-        raise InputError(f"measures={measure}: {error}; write it like nDCG@10, P(rel=2)@5 or bpref") from error
+        raise InputError.of("measures", measure, str(error), remedy) from error
     if not usable or parsed.params.get("cutoff", 1) < 1:  # at 0 pytrec_eval aborts the process
-        raise InputError(
-            f"measures={measure}: cannot be computed with these parameters; write it like nDCG@10 or bpref"
-        )
+        raise InputError.of("measures", measure, "cannot be computed with these parameters", remedy)
     return parsed
 
 
@@ -93,12 +87,7 @@ def convention(measure: str) -> str:
 
 
 def trec_measures(qrels: Qrels, run: Run, measures: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Compute measures by ir_measures' names for every query of the judgements.
-
-    Args:
-        qrels: judgements; their queries count.
-        run: rankings. Scores are compared in single precision, as in trec_eval.
-        measures: names as `parse` takes them.
+    """Compute measures, named as `parse` takes them, for every query of the judgements; scores compare in single precision.
 
     Returns:
         query id -> measure -> value; 0 for a query without results or without relevant documents.
@@ -119,12 +108,7 @@ def trec_measures(qrels: Qrels, run: Run, measures: Sequence[str]) -> dict[str, 
 
 
 def robustness(values: Mapping[str, float], groups: Mapping[str, str]) -> dict[str, float]:
-    """Return the worst value of each group of queries, such as one query under several instructions (Oh et al., 2024).
-
-    Args:
-        values: query id -> value, nDCG@10 for Robustness@10.
-        groups: query id -> group.
-    """
+    """Return the worst value of each group of queries, such as one query under several instructions (Oh et al., 2024)."""
     worst: dict[str, float] = {}
     for query, group in groups.items():
         worst[group] = min(worst.get(group, values[query]), values[query])
@@ -139,11 +123,7 @@ def p_mrr(changes: Sequence[Change], run: Run) -> dict[str, float]:
         run: rankings of the original and the changed queries; a missing ranking counts as empty.
 
     Returns:
-        id of the original query -> mean over its changed documents, in (-1, 1); positive if they move down. Queries
-        without changed documents are left out.
-
-    Raises:
-        InputError: a score is NaN.
+        id of the original query -> mean over its changed documents, in (-1, 1); queries without any are left out.
     """
     values = {}
     for change in changes:
@@ -163,50 +143,6 @@ def rank_change(original: int, changed: int) -> float:
     return changed / original - 1 if original >= changed else 1 - original / changed
 
 
-WISE_DEPTH = 20
-"""K of WISE: a document below this rank without instruction earns `_WISE_LEAST` at most."""
-_WISE_LEAST = 0.01
-
-
-def wise(original: int, instructed: int, inverse: int, relevant: int) -> float:
-    """Compute WISE of one document that the instruction asks for and its inverse excludes (Zhou et al., 2025).
-
-    Args:
-        original: 1-based rank for the query without instruction.
-        instructed: rank under the instruction.
-        inverse: rank under the inverse instruction.
-        relevant: documents relevant under either instruction.
-
-    Returns:
-        A value in [-1, 1]; 0 if no rank changes.
-    """
-    if instructed <= original < inverse:
-        if original <= relevant and instructed == 1:
-            return 1.0
-        if original <= WISE_DEPTH:
-            return (1 - (original - instructed) / WISE_DEPTH) / sqrt(instructed)
-        return _WISE_LEAST
-    if inverse < original < instructed:
-        return -1.0
-    if original <= instructed:
-        return (original - instructed) / instructed
-    return (inverse - original) / original
-
-
-def complies(original: tuple[int, float], instructed: tuple[int, float], inverse: tuple[int, float]) -> bool:
-    """Return whether a document's (rank, score) obeys the instruction and its inverse strictly (SICR, Zhou et al., 2025)."""
-    (rank, score), (rank_under, score_under), (rank_inverse, score_inverse) = original, instructed, inverse
-    rises = rank_under < rank and score_under > score
-    stays = rank == rank_under == 1 and score_under >= score
-    return (rises or stays) and rank < rank_inverse and score > score_inverse
-
-
-def places(scores: Mapping[str, float], documents: Sequence[str]) -> list[tuple[int, float]]:
-    """Return the (rank, score) of documents; one missing from the ranking has rank length + 1 and the lowest score."""
-    rank_of = ranks(scores)
-    return [(rank_of.get(d, len(rank_of) + 1), scores.get(d, -inf)) for d in documents]
-
-
 def ranks(scores: Mapping[str, float]) -> dict[str, int]:
     """Return document id -> 1-based rank, best first; ties by document id, descending."""
     ordered = sorted(scores, key=lambda document: (scores[document], document), reverse=True)
@@ -218,9 +154,8 @@ def _ranking(query: str, scores: Mapping[str, float]) -> dict[str, float]:
     ranking = {document: float(score) for document, score in scores.items()}
     for document, score in ranking.items():
         if isnan(score):  # it has no rank
-            raise InputError(
-                f"query {query}: the score of document {document} is NaN; the model or its weights are broken"
-            )
+            fault = f"the score of document {document} is NaN"
+            raise InputError.of(f"query {query}", None, fault, "the model or its weights are broken")
     return ranking
 
 

@@ -9,8 +9,7 @@ mteb itself formats every query of a checkpoint as `{query} {instruction}`, what
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,32 +18,21 @@ import torch
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.retrievers.encoders import CheckpointEncoder
 from infembed_ray.evaluation.retrievers.retriever import PairReranker, Ranker, TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
-from infembed_ray.progress import track
 
 if TYPE_CHECKING:
     from mteb.models import ModelMeta
 
-CHUNK = 1024
-"""Texts or pairs per call of the model: enough to batch by length, few enough to show progress."""
 _UNKNOWN = (
     *("loader", "release_date", "languages", "n_parameters", "memory_usage_mb", "max_tokens", "embed_dim", "license"),
     *("open_weights", "public_training_code", "public_training_data", "training_datasets"),
 )
-"""Required fields of mteb's `ModelMeta` that are null where unknown."""
+"""Required fields of mteb's `ModelMeta` that are left null."""
 
 
 class MtebEncoder:
-    """An encoder as mteb's `EncoderProtocol`.
-
-    mteb passes query and instruction separately, and the encoder formats them.
-
-    Args:
-        encoder: any encoder of the package.
-        meta: description in mteb's result files.
-    """
+    """An encoder as mteb's `EncoderProtocol`. mteb passes query and instruction separately, and the encoder formats them."""
 
     def __init__(self, encoder: TextEncoder, meta: ModelMeta) -> None:
         self.encoder = encoder
@@ -56,10 +44,8 @@ class MtebEncoder:
         `prompt_type` is `document` or `query`; None, for tasks with texts of one kind, means `query`.
         """
         if prompt_type == "document":
-            title = f"encode passages of {task_metadata.name}"
-            return _in_chunks(_passages(inputs), len(inputs.dataset), title, self.encoder.encode_passages)
-        title = f"encode queries of {task_metadata.name}"
-        return _in_chunks(_queries(inputs), len(inputs.dataset), title, self.encoder.encode_queries)
+            return self.encoder.encode_passages(list(_passages(inputs)))
+        return self.encoder.encode_queries(list(_queries(inputs)))
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
         """Multiply (n, d) with (m, d): (n, m) inner products."""
@@ -71,14 +57,7 @@ class MtebEncoder:
 
 
 class MtebReranker:
-    """A reranker as mteb's `CrossEncoderProtocol`.
-
-    mteb passes pairs of a query, with its instruction, and a candidate of its re-ranking tasks.
-
-    Args:
-        reranker: any reranker of the package.
-        meta: description in mteb's result files.
-    """
+    """A reranker as mteb's `CrossEncoderProtocol`. mteb passes pairs of a query, with its instruction, and a candidate."""
 
     def __init__(self, reranker: PairReranker, meta: ModelMeta) -> None:
         self.reranker = reranker
@@ -86,18 +65,7 @@ class MtebReranker:
 
     def predict(self, inputs1: Any, inputs2: Any, *, task_metadata: Any, **options: Any) -> np.ndarray:
         """Score the pairs of n queries and n passages: (n) float32."""
-        pairs = zip(_queries(inputs1), _passages(inputs2), strict=True)
-        return _in_chunks(pairs, len(inputs1.dataset), f"score pairs of {task_metadata.name}", self.reranker.score)
-
-
-def _in_chunks(rows: Iterator[Any], size: int, title: str, compute: Callable[[list[Any]], np.ndarray]) -> np.ndarray:
-    """Concatenate the arrays of chunks of `CHUNK` rows, and show progress."""
-    chunks = []
-    with track(title, size) as advance:
-        while chunk := list(islice(rows, CHUNK)):
-            chunks.append(compute(chunk))
-            advance(len(chunk))
-    return np.concatenate(chunks)
+        return self.reranker.score(list(zip(_queries(inputs1), _passages(inputs2), strict=True)))
 
 
 def _passages(inputs: Iterable[Mapping[str, Any]]) -> Iterator[str]:
@@ -137,31 +105,14 @@ def load(model: str, device: str = "cpu") -> MtebEncoder | MtebReranker:
     if isinstance(loaded, Ranker):
         raise InputError(f"model={model}: neither an encoder nor a reranker; give one, or use infembed evaluate")
     hub = model.count("/") == 1 and not model.startswith((".", "~", "/")) and not Path(model).exists()
-    meta = ModelMeta(**_described(loaded, model if hub else f"infembed/{Path(model).absolute().name}"))
-    return MtebReranker(loaded, meta) if isinstance(loaded, PairReranker) else MtebEncoder(loaded, meta)
-
-
-def _described(model: TextEncoder | PairReranker, name: str) -> dict[str, Any]:
-    """Return the fields of mteb's `ModelMeta`."""
-    reranks = isinstance(model, PairReranker)
-    fields: dict[str, Any] = {
+    reranks = isinstance(loaded, PairReranker)
+    meta = ModelMeta(
         **dict.fromkeys(_UNKNOWN),
-        "name": name,
-        "revision": model.identity,
-        "framework": [],
-        "similarity_fn_name": None if reranks else "dot",
-        "model_type": ["cross-encoder" if reranks else "dense"],
-        "use_instructions": True,
-    }
-    if isinstance(model, CheckpointEncoder):
-        text = model.encoder.text
-        fields |= {"max_tokens": max(text.query_length, text.passage_length), "embed_dim": model.encoder.dimension}
-    module = getattr(model, "encoder", getattr(model, "model", None))
-    if isinstance(module, torch.nn.Module):
-        parameters = list(module.parameters())
-        fields |= {
-            "framework": ["PyTorch"],
-            "n_parameters": sum(p.numel() for p in parameters),
-            "memory_usage_mb": sum(p.numel() * p.element_size() for p in parameters) / 2**20,
-        }
-    return fields
+        name=model if hub else f"infembed/{Path(model).absolute().name}",
+        revision=loaded.identity,
+        framework=[],
+        similarity_fn_name=None if reranks else "dot",
+        model_type=["cross-encoder" if reranks else "dense"],
+        use_instructions=True,
+    )
+    return MtebReranker(loaded, meta) if isinstance(loaded, PairReranker) else MtebEncoder(loaded, meta)

@@ -2,7 +2,7 @@
 
 p-MRR also rises if a benchmark rewards words that the instruction shares with the passage, if a model reacts to any text, or
 if it forgets the query. So a task with changed instructions is asked under further `CONDITIONS`, and each has all figures:
-p-MRR, quality under the original and under the changed instruction, pairs reversed, violation@2, WISE and SICR.
+p-MRR, quality under the original and under the changed instruction, pairs reversed and violation@2.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from infembed_ray.evaluation.metrics import Change, Run, complies, p_mrr, places, ranks, trec_measures, wise
+from infembed_ray.evaluation.metrics import Change, Run, p_mrr, ranks, trec_measures
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.retrievers.retriever import Ranker
-from infembed_ray.evaluation.scoring import Obedience
 from infembed_ray.evaluation.tasks.task import Query, Task
 
-AS_GIVEN, QUERY_ONLY, GENERIC, SHUFFLED, SWAPPED, INVERTED, PARAPHRASED = CONDITIONS = (
+AS_GIVEN, QUERY_ONLY, GENERIC, SHUFFLED, INVERTED, PARAPHRASED = CONDITIONS = (
     "as given",
     "query only",
     "generic",
     "shuffled",
-    "swapped",
     "inverted",
     "paraphrased",
 )
@@ -32,14 +30,11 @@ MEANINGS = {
     QUERY_ONLY: "no instruction; p-MRR is exactly 0",
     GENERIC: "two instructions that ask for nothing in particular; p-MRR should be near 0",
     SHUFFLED: "both instructions of another query, the mean of several; p-MRR should be near 0",
-    SWAPPED: "the original instruction, and the changed one of another query: what p-MRR owes to the mere absence of the original",
     INVERTED: "the two instructions exchanged: p-MRR is negated, quality should collapse",
     PARAPHRASED: "the task's own instructions in another sentence; nothing should move",
 }
-KIND = "only "
-"""Begins the conditions of the breakdown: as given, but only queries whose instruction is of one kind."""
-BM25, CONSTANT = "BM25", "constant"
-"""Labels of the reference models: word overlap, and a scorer that gives every document the same score."""
+BM25 = "BM25"
+"""Label of the reference model: word overlap."""
 
 VIOLATION_DEPTH = 2
 """Cut-off of violation@k, as in CoDeR."""
@@ -49,6 +44,8 @@ _SEED = 42
 _GENERIC = ("Find passages that answer the query.", "Retrieve the documents that are relevant to this question.")
 _PARAPHRASE = "Here is what I am looking for. {instruction} Please keep that in mind."
 
+Pair = tuple[str, str]
+"""Ids of a query and of the same query under the changed instruction."""
 Asked = Mapping[str, str]
 """Query id -> id of the query whose ranking is used instead of its own."""
 
@@ -69,24 +66,41 @@ class Controls:
         pairs = pairs_of(task.changes)
         if not pairs:
             return None
-        asks = _Asks(task)
-        own = {pair: tuple(asks.query_of[query].instruction for query in pair) for pair in pairs}
-        asked: dict[str, list[Asked]] = {
+        query_of = {query.id: query for query in task.queries}
+        own = {pair: tuple(query_of[query].instruction for query in pair) for pair in pairs}
+        further: dict[str, Query] = {}
+        twins: dict[str, str] = {}
+
+        def ask(condition: str, instructions: Mapping[Pair, Sequence[str | None]]) -> dict[str, str]:
+            """Ask the queries of each pair under two other instructions."""
+            asked = {}
+            for pair, both in instructions.items():
+                for query, instruction in zip(pair, both, strict=True):
+                    asked[query] = name = f"{query}~{condition.replace(' ', '-')}"
+                    further[name] = replace(query_of[query], id=name, instruction=instruction)
+                    twins[name] = query
+            return asked
+
+        plain = ask(QUERY_ONLY, dict.fromkeys(pairs, (None, None)))
+        for a, b in pairs:
+            if query_of[a].query == query_of[b].query:  # one ranking of both, so that p-MRR is exactly 0
+                del further[plain[b]], twins[plain[b]]
+                plain[b] = plain[a]
+        shuffled = [
+            ask(f"{SHUFFLED}-{number}", {pair: own[foreign[pair]] for pair in pairs})
+            for number, foreign in enumerate(_foreign(pairs), start=1)
+        ]
+        asked: dict[str, Sequence[Asked]] = {
             AS_GIVEN: [{query: query for pair in pairs for query in pair}],
-            QUERY_ONLY: [_merged(asks.without(pair) for pair in pairs)],
-            GENERIC: [_merged(asks.both(GENERIC, pair, _GENERIC) for pair in pairs)],
-            SHUFFLED: [],
-            SWAPPED: [],
+            QUERY_ONLY: [plain],
+            GENERIC: [ask(GENERIC, dict.fromkeys(pairs, _GENERIC))],
+            SHUFFLED: shuffled,
             INVERTED: [{query: other for a, b in pairs for query, other in ((a, b), (b, a))}],
-            PARAPHRASED: [_merged(asks.both(PARAPHRASED, p, [_paraphrase(i) for i in own[p]]) for p in pairs)],
+            PARAPHRASED: [
+                ask(PARAPHRASED, {pair: [i and _PARAPHRASE.format(instruction=i) for i in own[pair]] for pair in pairs})
+            ],
         }
-        for number, foreign in enumerate(_foreign(pairs), start=1):
-            others = _merged(asks.both(f"{SHUFFLED}-{number}", pair, own[foreign[pair]]) for pair in pairs)
-            asked[SHUFFLED].append(others)
-            asked[SWAPPED].append({**others, **{original: original for original, _ in pairs}})
-        queries = tuple(query for query, _ in asks.made.values())
-        twins = {name: twin for name, (_, twin) in asks.made.items()}
-        return cls(queries, twins, {condition: several for condition, several in asked.items() if several})
+        return cls(tuple(further.values()), twins, {name: several for name, several in asked.items() if several})
 
     def ask(self, task: Task) -> Task:
         """Return the task with the further queries, to be ranked like its own."""
@@ -108,58 +122,21 @@ class Controls:
             run: rankings of all queries of `ask`.
 
         Returns:
-            condition, or kind of instruction -> figure -> query -> value, not scaled by 100. A condition without rankings is
-            left out, and so are WISE and SICR without rankings of the query alone. p-MRR, WISE and SICR have a value per query
-            with documents that its change excludes, violation@k per changed query, pairs reversed per pair that has any.
+            condition -> figure -> query -> value, not scaled by 100. A condition without rankings is left out. p-MRR has a
+            value per query with documents that its change excludes, violation@k per changed query, pairs reversed per pair
+            that has any.
         """
         runs = {
             condition: [{query: run.get(name, {}) for query, name in own.items()} for own in several]
             for condition, several in self.asked.items()
             if condition == AS_GIVEN or all(name in run for own in several for name in own.values())
         }
-        plain = runs[QUERY_ONLY][0] if QUERY_ONLY in runs else None
-        measured = {c: _averaged([_figures(task, own, plain) for own in several]) for c, several in runs.items()}
-        for kind in sorted(set(task.kinds.values())):
-            of_kind = {
-                figure: {query: value for query, value in values.items() if task.kinds.get(query) == kind}
-                for figure, values in measured[AS_GIVEN].items()
-            }
-            measured[f"{KIND}{kind}"] = {figure: values for figure, values in of_kind.items() if values}
-        return measured
-
-    def measure_constant(self, task: Task, depth: int) -> Obedience:
-        """Compute the figures of a scorer that gives every document the same score, whatever it is asked."""
-        return {AS_GIVEN: self.measure(task, constant(self.ask(task), depth))[AS_GIVEN]}
+        return {c: _averaged([_figures(task, own) for own in several]) for c, several in runs.items()}
 
 
-class _Asks:
-    """Collects the further queries of a task."""
-
-    def __init__(self, task: Task) -> None:
-        self.query_of = {query.id: query for query in task.queries}
-        self.made: dict[str, tuple[Query, str]] = {}
-
-    def ask(self, twin: str, condition: str, instruction: str | None) -> str:
-        name = f"{twin}~{condition.replace(' ', '-')}"
-        self.made[name] = (replace(self.query_of[twin], id=name, instruction=instruction), twin)
-        return name
-
-    def both(self, condition: str, pair: tuple[str, str], instructions: Sequence[str | None]) -> Asked:
-        return {query: self.ask(query, condition, i) for query, i in zip(pair, instructions, strict=True)}
-
-    def without(self, pair: tuple[str, str]) -> Asked:
-        """Ask without instruction: once if both queries have the same text."""
-        asked = self.both(QUERY_ONLY, pair, (None, None))
-        first, second = pair
-        if self.query_of[first].query == self.query_of[second].query:
-            del self.made[asked[second]]
-            return dict.fromkeys(pair, asked[first])
-        return asked
-
-
-def pairs_of(changes: Iterable[Change]) -> list[tuple[str, str]]:
+def pairs_of(changes: Iterable[Change]) -> list[Pair]:
     """Return the (original, changed) queries of changes; two changes in opposite directions are one pair."""
-    pairs: dict[tuple[str, str], None] = {}
+    pairs: dict[Pair, None] = {}
     for change in changes:
         if change.documents and (change.changed, change.original) not in pairs:
             pairs[change.original, change.changed] = None
@@ -174,95 +151,53 @@ def word_overlap(task: Task, depth: int) -> float | None:
     return fmean(values) if values else None
 
 
-def constant(task: Task, depth: int) -> dict[str, dict[str, float]]:
-    """Rank every query with equal scores: documents by id, descending."""
-    longest = max(map(len, task.excluded.values()), default=0)
-    every = sorted(task.corpus["id"].to_pylist(), reverse=True)[: depth + longest]
-    run = {}
-    for query in task.queries:
-        documents = every if task.candidates is None else sorted(task.candidates[query.id], reverse=True)
-        kept = [document for document in documents if document not in task.excluded.get(query.id, ())]
-        run[query.id] = dict.fromkeys(kept[:depth], 0.0)
-    return run
-
-
-def _paraphrase(instruction: str | None) -> str | None:
-    return None if instruction is None else _PARAPHRASE.format(instruction=instruction)
-
-
-def _foreign(pairs: Sequence[tuple[str, str]]) -> list[Mapping[tuple[str, str], tuple[str, str]]]:
+def _foreign(pairs: Sequence[Pair]) -> list[Mapping[Pair, Pair]]:
     """Give each pair another one, in up to `_SHUFFLES` ways; none of a single pair."""
     order = random.Random(_SEED).sample(pairs, len(pairs))
     shifts = range(1, min(_SHUFFLES, len(pairs) - 1) + 1)
     return [dict(zip(order, [*order[shift:], *order[:shift]], strict=True)) for shift in shifts]
 
 
-def _merged(parts: Iterable[Asked]) -> Asked:
-    return {query: name for part in parts for query, name in part.items()}
-
-
 # ----------------------------------------------------------------------------------------------------------- figures
 
 
-def _figures(task: Task, run: Run, plain: Run | None) -> dict[str, dict[str, float]]:
-    """Compute the figures of one condition.
-
-    Args:
-        task: the task without further queries.
-        run: the ranking that the condition uses for each query of the pairs.
-        plain: rankings of the query alone, which WISE and SICR need.
-    """
+def _figures(task: Task, run: Run) -> dict[str, dict[str, float]]:
+    """Compute the figures of one condition from the ranking that it uses for each query of the pairs."""
     pairs = pairs_of(task.changes)
-    lost = {(change.original, change.changed): change.documents for change in task.changes}
     measure = next((f.measure for f in task.figures if f.measure.startswith(("nDCG@", "MAP@"))), "nDCG@10")
     of_query = trec_measures({query: task.qrels[query] for pair in pairs for query in pair}, run, [measure])
-    sides = {"original": 0, "changed": 1}
     first = {query: set(list(ranks(ranking))[:VIOLATION_DEPTH]) for query, ranking in run.items()}
-    wises, strict = ({}, {}) if plain is None else _infosearch(task, run, plain)
     return {
         "p-MRR": p_mrr(task.changes, run),
         **{
-            f"{measure} {side}": {pair[at]: of_query[pair[at]][measure] for pair in pairs} for side, at in sides.items()
+            f"{measure} {side}": {pair[at]: of_query[pair[at]][measure] for pair in pairs}
+            for at, side in enumerate(("original", "changed"))
         },
-        "pairs reversed": _reversed(pairs, lost, run),
+        "pairs reversed": _reversed(task, run),
         f"violation@{VIOLATION_DEPTH}": {
             change.changed: float(not first[change.changed].isdisjoint(change.documents))
             for change in task.changes
             if change.documents
         },
-        "WISE": wises,
-        "SICR": strict,
     }
 
 
-def _reversed(
-    pairs: Sequence[tuple[str, str]], lost: Mapping[tuple[str, str], Sequence[str]], run: Run
-) -> dict[str, float]:
+def _reversed(task: Task, run: Run) -> dict[str, float]:
     """Return, per pair of queries, the share of labelled document pairs that each instruction puts in its own order."""
+    lost = {(change.original, change.changed): change.documents for change in task.changes}
     shares = {}
-    for a, b in pairs:
+    for a, b in pairs_of(task.changes):
         only_a, only_b = lost[a, b], lost.get((b, a), ())
         if not only_b:  # no document is relevant only under the changed instruction
             continue
-        under_a = ([p for p, _ in places(run[a], only_a)], [p for p, _ in places(run[a], only_b)])
-        under_b = ([p for p, _ in places(run[b], only_a)], [p for p, _ in places(run[b], only_b)])
-        every = [(i, j) for i in range(len(only_a)) for j in range(len(only_b))]
-        shares[a] = fmean(under_a[0][i] < under_a[1][j] and under_b[1][j] < under_b[0][i] for i, j in every)
+        rank_a, rank_b = ranks(run[a]), ranks(run[b])
+        last_a, last_b = len(rank_a) + 1, len(rank_b) + 1
+        shares[a] = fmean(
+            rank_a.get(one, last_a) < rank_a.get(other, last_a) and rank_b.get(other, last_b) < rank_b.get(one, last_b)
+            for one in only_a
+            for other in only_b
+        )
     return shares
-
-
-def _infosearch(task: Task, run: Run, plain: Run) -> tuple[dict[str, float], dict[str, float]]:
-    """Compute WISE and SICR of each query with documents that its inverse, the changed instruction, excludes."""
-    wises, strict = {}, {}
-    for change in task.changes:
-        if not change.documents:
-            continue
-        a, b = change.original, change.changed
-        relevant = {d for query in (a, b) for d, grade in task.qrels[query].items() if grade > 0}
-        three = list(zip(*(places(r, change.documents) for r in (plain[a], run[a], run[b])), strict=True))
-        wises[a] = fmean(wise(one[0], two[0], inverse[0], len(relevant)) for one, two, inverse in three)
-        strict[a] = fmean(complies(one, two, inverse) for one, two, inverse in three)
-    return wises, strict
 
 
 def _averaged(several: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:

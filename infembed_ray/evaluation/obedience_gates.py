@@ -19,23 +19,15 @@ Means = Mapping[str, Mapping[str, float | None]]
 
 
 def check(settings: EvaluateSettings) -> None:
-    """Check before any work that the gate can be decided.
-
-    Raises:
-        InputError: `gate` names no model or the base itself, or the controls are off.
-    """
-    if settings.gate is None:
+    """Check before any work that the gate can be decided; InputError if not."""
+    gate, labels = settings.gate, list(settings.models)
+    if gate is None:
         return
-    labels = list(settings.models)
-    if settings.gate not in labels[1:]:
-        why = (
-            "is the base itself"
-            if settings.gate in labels
-            else f"is not a label of models; {nearest(settings.gate, labels)}"
-        )
-        raise InputError(f"gate={settings.gate}: {why}; give the label of a later model than the first, its base")
+    if gate not in labels[1:]:
+        why = "is the base itself" if gate in labels else f"is not a label of models; {nearest(gate, labels)}"
+        raise InputError.of("gate", gate, why, "give the label of a later model than the first, its base")
     if not settings.controls:
-        raise InputError(f"gate={settings.gate}: needs the controls; leave controls unset")
+        raise InputError.of("gate", gate, "needs the controls", "leave controls unset")
 
 
 def require(settings: EvaluateSettings, published: Published) -> None:
@@ -48,8 +40,7 @@ def require(settings: EvaluateSettings, published: Published) -> None:
     if settings.gate is None:
         return
     evaluated = results.read(place_of(published.address), "output")
-    failed = list(failures(evaluated, settings.gate, settings.gates))
-    if failed:
+    if failed := list(failures(evaluated, settings.gate, settings.gates)):
         raise GateError(*failed)
     say(f"evaluate: {settings.gate} passes all gates")
 
@@ -62,37 +53,32 @@ def failures(evaluated: Results, label: str, limits: GateSettings) -> Iterator[s
     """
     means, base = evaluated.obedience_means, next(iter(evaluated.models))
     if not means.get(label):
-        raise InputError(f"gate={label}: no task has changed instructions; evaluate InF-IR records or FollowIR")
+        raise InputError.of("gate", label, "no task has changed instructions", "evaluate InF-IR records or FollowIR")
     for task, own in means[label].items():
         for condition in (GENERIC, SHUFFLED, PARAPHRASED):
             if condition not in own:
                 yield f"gate={label}: {task}: has no rankings under {condition} instructions; evaluate a model, not a run"
         for figure, value, sign, limit in _limits(own, means[base][task], limits):
             if not (value > limit if sign == ">" else value >= limit if sign == ">=" else abs(value) <= limit):
-                shown = f"{value:.1f}" if sign == ">=" else f"{value:+.1f}"
-                yield f"gate={label}: {task}: {figure} is {shown}, must be {sign} {limit:g}"
+                yield f"gate={label}: {task}: {figure} is {value:+.1f}, must be {sign} {limit:g}"
 
 
 def _limits(own: Means, base: Means, limits: GateSettings) -> Iterator[tuple[str, float, str, float]]:
     """Yield figure, value in points, `>`, `>=` or `within +-`, and limit; figures without values have no gate."""
 
     def gain(condition: str, figure: str, other: Means = base, reference: str | None = None) -> float | None:
-        one = own.get(condition, {}).get(figure)
-        two = other.get(reference or condition, {}).get(figure)
+        one, two = own.get(condition, {}).get(figure), other.get(reference or condition, {}).get(figure)
         return None if one is None or two is None else 100 * (one - two)
 
-    qualities = [figure for figure in own[AS_GIVEN] if figure.endswith((" original", " changed"))]
-    lost = -limits.quality_loss
-    every = [("p-MRR above the base's", gain(AS_GIVEN, "p-MRR"), ">", limits.p_mrr_gain)]
-    every += [(f"{figure} above the base's", gain(AS_GIVEN, figure), ">=", lost) for figure in qualities]
+    share = own[AS_GIVEN].get("pairs reversed")
+    every = [("p-MRR above the base's", gain(AS_GIVEN, "p-MRR"), ">", 0.0)]
     for condition in (GENERIC, SHUFFLED):
         name = f"p-MRR above the base's, {condition} instructions,"
-        every.append((name, gain(condition, "p-MRR"), "within +-", limits.control_gain))
-    share = own[AS_GIVEN].get("pairs reversed")
-    every.append(
-        ("labelled pairs reversed by the inverse", None if share is None else 100 * share, ">=", limits.pairs_reversed)
-    )
-    for figure in qualities:
+        every.append((name, gain(condition, "p-MRR"), "within +-", limits.tolerance))
+    reversed_by_inverse = None if share is None else 100 * share
+    every.append(("labelled pairs reversed by the inverse", reversed_by_inverse, ">=", limits.pairs_reversed))
+    for figure in [figure for figure in own[AS_GIVEN] if figure.endswith((" original", " changed"))]:
         moved = gain(PARAPHRASED, figure, own, AS_GIVEN)
-        every.append((f"{figure}, change by a paraphrase,", moved, "within +-", limits.paraphrase_change))
+        every.append((f"{figure} above the base's", gain(AS_GIVEN, figure), ">=", -limits.tolerance))
+        every.append((f"{figure}, change by a paraphrase,", moved, "within +-", limits.tolerance))
     yield from ((figure, value, sign, limit) for figure, value, sign, limit in every if value is not None)

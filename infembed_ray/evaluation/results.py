@@ -1,11 +1,5 @@
-"""The published results of an evaluation: figures, their values per query, and the conventions of the measures.
-
-Two files in one directory:
-
-- `results.json`: format, conventions, descriptions of tasks and models, and all means.
-- `per_query.parquet`: one row per value, `PER_QUERY`, from which the means follow.
-
-Figures of different conventions cannot be compared, so `read` rejects conventions that differ from this version's.
+"""The published results of an evaluation, two files in one directory: `results.json` has the conventions of the measures,
+descriptions of tasks and models, and all means; `per_query.parquet` has one row per value, from which the means follow.
 """
 
 from __future__ import annotations
@@ -14,7 +8,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +115,7 @@ def write(directory: Path, results: Results) -> None:
         "baseline": next(iter(results.models)),
         "tasks": {
             name: {
-                "figures": [{"name": f.name, "measure": f.measure, "kind": f.kind} for f in summary.figures],
+                "figures": [asdict(figure) for figure in summary.figures],
                 "about": dict(summary.about),
                 "content": summary.content,
             }
@@ -150,29 +144,21 @@ def _tables(results: Results) -> Iterator[list[tuple[Any, ...]]]:
 
 
 def read(path: Place, name: str = "results") -> Results:
-    """Read results from the directory of the files, which may be in an object store.
-
-    Args:
-        path: a published output of `infembed evaluate` or `infembed sweep`.
-        name: the setting that gives it, for errors.
+    """Read results from a published output of `infembed evaluate` or `infembed sweep`, which the setting `name` gives.
 
     Raises:
-        InputError: a file is missing or damaged; its format or a convention differs from this version's; a value is
-            missing, duplicated or not finite.
+        InputError: a file is missing or damaged, or its format or a convention differs from this version's.
     """
-    file = path / RESULTS_FILE
     with errors_at(path, name):
-        text = read_text(file)
+        text = read_text(path / RESULTS_FILE)
         if text is None:
-            raise InputError(f"{name}={path}: no {RESULTS_FILE} there; give an output of infembed evaluate")
+            raise InputError.of(name, path, f"no {RESULTS_FILE} there", "give an output of infembed evaluate")
         try:
             plain = json.loads(text)
             if plain["format"] != FORMAT:
-                raise InputError(f"{name}={file}: format is {plain['format']!r}, expected {FORMAT!r}; evaluate again")
-            figures = {
-                task: tuple(Figure(f["name"], f["measure"], f["kind"]) for f in summary["figures"])
-                for task, summary in plain["tasks"].items()
-            }
+                fault = f"format is {plain['format']!r}, expected {FORMAT!r}"
+                raise InputError.of(name, path / RESULTS_FILE, fault, "evaluate again")
+            figures = {task: tuple(Figure(**f) for f in about["figures"]) for task, about in plain["tasks"].items()}
             scores, obedience, groups = _read_values(path / PER_QUERY_FILE, list(plain["models"]), figures)
             tasks = {
                 task: TaskSummary(figures[task], groups.get(task, {}), summary["about"], summary["content"])
@@ -183,24 +169,18 @@ def read(path: Place, name: str = "results") -> Results:
         except InputError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError, OSError, pa.ArrowException) as error:
-            raise InputError(f"{name}={path}: damaged ({in_one_line(error)}); evaluate again") from error
+            raise InputError.of(name, path, f"damaged ({in_one_line(error)})", "evaluate again") from error
     for kind, expected in conventions_of(results.measures).items():
         if (recorded := conventions.get(kind)) != expected:
-            raise InputError(
-                f"{name}={file}: convention of {kind} is {recorded!r}, expected {expected!r}: the figures cannot be "
-                "compared; evaluate again"
-            )
+            fault = f"convention of {kind} is {recorded!r}, expected {expected!r}: the figures cannot be compared"
+            raise InputError.of(name, path / RESULTS_FILE, fault, "evaluate again")
     return results
 
 
 def _read_values(
     file: Place, models: list[str], figures: Mapping[str, tuple[Figure, ...]]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, dict[str, str]]]:
-    """Read the values of the tasks and of the controls by model and task, and the groups of queries by task.
-
-    Raises:
-        ValueError: a value is not finite, occurs twice, is of an unknown figure, or not of every model.
-    """
+    """Read the values of the tasks and of the controls by model and task, and the groups of queries by task."""
     with open_binary(file) as source:
         columns = pq.read_table(source).select(PER_QUERY.names).cast(PER_QUERY).columns
     scores: dict[str, dict[str, Any]] = {
@@ -208,28 +188,19 @@ def _read_values(
     }
     obedience: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, str]] = defaultdict(dict)
-    for row in zip(*(column.to_pylist() for column in columns), strict=True):
-        condition, model, task, figure, query, group, value = row
-        of_task = scores[model][task] if condition is None else None
-        if of_task is None:
-            of_condition = obedience.setdefault(model, {}).setdefault(task, {}).setdefault(condition, {})
-            of_figure = of_condition.setdefault(figure, {})
+    for condition, model, task, figure, query, group, value in zip(*(c.to_pylist() for c in columns), strict=True):
+        if condition is None:
+            of_task = scores[model][task][figure]
         else:
-            of_figure = of_task[figure]
-        if value is None or not math.isfinite(value) or query in of_figure:
-            fault = "occurs twice" if query in of_figure else "is not finite"
-            raise ValueError(
-                f"{PER_QUERY_FILE}: model {model!r}, task {task!r}, figure {figure!r}, query {query!r}: {value} {fault}"
-            )
-        of_figure[query] = value
+            of_conditions = obedience.setdefault(model, {}).setdefault(task, {})
+            of_task = of_conditions.setdefault(condition, {}).setdefault(figure, {})
+        if value is None or not math.isfinite(value):
+            raise ValueError(f"{PER_QUERY_FILE}: {model}, {task}, {figure}, query {query}: {value} is not finite")
+        of_task[query] = value
         if group is not None:
             groups[task][query] = group
-    for model, of_model in scores.items():
-        for task, of_task in of_model.items():
-            for figure, values in of_task.items():
-                if lacking := values.keys() ^ scores[models[0]][task][figure].keys():
-                    raise ValueError(
-                        f"{PER_QUERY_FILE}: task {task!r}, figure {figure!r}: query {min(lacking)!r} has no value of every model "
-                        f"({model!r} differs)"
-                    )
+    for task, of_figures in figures.items():
+        for shown in of_figures:
+            if len({frozenset(scores[model][task][shown.name]) for model in models}) > 1:
+                raise ValueError(f"{PER_QUERY_FILE}: {task}, {shown.name}: models have values of different queries")
     return scores, obedience, groups

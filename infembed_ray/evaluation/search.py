@@ -34,7 +34,7 @@ def exact_search(
 ) -> list[dict[str, float]]:
     """Rank the top documents of every query by inner product; ties by document id, descending.
 
-    The corpus is read once, block by block. Memory holds one block, 8 bytes per document and the top documents so far.
+    The corpus is read once. Memory holds one block, 8 bytes per document and the top documents so far.
 
     Args:
         queries: (n, d) float32, finite.

@@ -1,12 +1,8 @@
-"""Confidence intervals and significance tests, by resampling queries.
-
-- Intervals: paired percentile bootstrap (Efron & Tibshirani, 1993, chapter 13). A resample draws the same queries for all
-  models.
-- Tests: two-sided paired randomisation test (Smucker et al., CIKM 2007), which exchanges the values of two models: all
-  exchanges if there are few, otherwise random ones.
+"""Intervals by the paired percentile bootstrap (Efron & Tibshirani, 1993) and p-values by the paired randomisation test
+(Smucker et al., CIKM 2007), over queries.
 
 Queries of one group, such as one query under several instructions, are drawn and exchanged together. A figure over several
-tasks, such as FollowIR's average, is the unweighted mean of the tasks' means; each task is resampled separately.
+tasks is the unweighted mean of the tasks' means; each task is resampled separately.
 """
 
 from __future__ import annotations
@@ -83,13 +79,12 @@ def compare(
     confidence: float = CONFIDENCE,
     seed: int = SEED,
 ) -> list[Compared]:
-    """IntervalEstimate the means of m models and their differences to the first.
+    """Estimate the means of m models and their differences to the first.
 
     Args:
         strata: one or more tasks of the same models. The figure is the unweighted mean of their means.
         resamples: resamples of the bootstrap, and maximum exchanges of the test.
         confidence: level of the intervals, in (0, 1).
-        seed: of the random draws.
     """
     means = np.mean([stratum.means for stratum in strata], axis=0)
     drawn = _bootstrap(strata, resamples, np.random.default_rng(seed))

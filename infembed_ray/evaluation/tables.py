@@ -16,10 +16,7 @@ LEVEL = 0.05
 MARK = "*"
 """Marks a difference whose corrected p-value is below `LEVEL`."""
 
-TABLE_FILE = "table.md"
-"""All tables in Markdown, with intervals."""
-REPORT_FILE = "report.html"
-"""All tables and charts on one page."""
+TABLE_FILE, REPORT_FILE = "table.md", "report.html"
 WIDTH = 100
 """Characters per line of a table for a terminal; further columns go into another table."""
 

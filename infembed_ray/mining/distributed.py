@@ -1,7 +1,7 @@
 """`infembed mine`: actors search an index for blocks of tuples, and the driver writes the tuples with their negatives.
 
-Each finished block is a file in the unfinished output, so an interrupted run repeats only the blocks in progress. The order
-of the tuples, and what is mined for each, depend on neither the number of actors nor on interruptions.
+Each finished block is a file, so an interrupted run repeats only the blocks in progress. The result depends on neither the number
+of actors nor on interruptions.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.config.mining import MineSettings
 from infembed_ray.errors import check_all
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.mining.miner import KnownPositives, Mined, Miner, known_positives, read, require_teacher
+from infembed_ray.mining.miner import KnownPositives, Mined, Miner, depth_of, known_positives, read, require_teacher
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, errors_of_tasks
 from infembed_ray.records import tuples
 from infembed_ray.records.tables import KEPT_FILE
 from infembed_ray.records.tuples import Example
-from infembed_ray.retrieval.index import Index, change_log
+from infembed_ray.retrieval.index import Index
+from infembed_ray.retrieval.versions import change_log
 from infembed_ray.storage import durable
 from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place, address
@@ -101,7 +102,7 @@ def _index(settings: MineSettings) -> Index:
 def _teacher(settings: MineSettings) -> tuple[RetrieverSettings | None, Mapping[str, Place], Mapping[str, str]]:
     if settings.teacher is None:
         return None, {}, {}
-    teacher = baselines.resolve("teacher", settings.teacher, "instruction_first", where="teacher")
+    teacher = baselines.resolve("teacher", settings.teacher, where="teacher")
     require_teacher(teacher)
     paths, names = baselines.inputs(teacher, "teacher")
     teacher = teacher.model_copy(update={part: address(path) for part, path in paths.items()})
@@ -188,4 +189,4 @@ def describe(settings: MineSettings) -> Iterator[str]:
     yield f"tuples: {sum(1 for _ in read(settings, inputs.records)):,} of {inputs.records}"
     yield f"index {index.version}: {index.facts.passages:,} passages, model {index.facts.model}"
     judge = "the index's encoder" if inputs.teacher is None else getattr(inputs.teacher, "model", inputs.teacher.kind)
-    yield f"negatives: {settings.negatives} of {settings.depth} passages per tuple, judged by {judge}"
+    yield f"negatives: {settings.negatives} of {depth_of(settings)} passages per tuple, judged by {judge}"

@@ -24,6 +24,10 @@ from infembed_ray.retrieval.index import Index
 from infembed_ray.storage.places import Place
 from infembed_ray.training.collate import flatten
 
+BATCH_TOKENS = 32_768
+"""Tokens per encoding batch, with padding."""
+DEPTH, DEPTH_PER_NEGATIVE = 100, 5
+"""Minimum number of passages that the search finds per tuple, and their number per negative."""
 KnownPositives = Mapping[int, Collection[str]]
 """Key of an (instruction, query) that several tuples have -> the positives of all of them."""
 
@@ -36,11 +40,11 @@ def read(settings: MineSettings, path: Place) -> Iterator[Example]:
     Raises:
         InputError: a row cannot be used, or a column map of several columns is given for InF-IR records.
     """
-    if tuples.found_in(path, "records", settings.columns, settings.split):
-        yield from tuples.stream(path, "records", settings.columns, settings.split)
+    if tuples.found_in(path, "records", settings.columns):
+        yield from tuples.stream(path, "records", settings.columns)
         return
     columns = tuples.single(settings.columns)
-    for record in tables.stream(path, Record, "records", columns, settings.split):
+    for record in tables.stream(path, Record, "records", columns):
         yield from _as_examples(record)
 
 
@@ -114,7 +118,7 @@ class Miner:
         facts = self._index.facts
         self._encoder = InstructionEncoder.from_pretrained(facts.model, dimensions=facts.dimensions, device=device)
         self._index.require_encoder(self._encoder.fingerprint())
-        self._teacher = None if teacher is None else baselines.load(teacher, device, settings.batch_tokens)
+        self._teacher = None if teacher is None else baselines.load(teacher, device, BATCH_TOKENS)
 
     def mine(self, rows: Sequence[Example], known_positives: KnownPositives) -> Mined:
         """Add hard negatives to tuples; with a teacher, replace their scores by its scores of all passages.
@@ -123,9 +127,9 @@ class Miner:
             known_positives: Further positives; see `known_positives`.
         """
         queries, instructions = [row.query for row in rows], [row.instruction for row in rows]
-        vectors = self._encoder.encode_queries(queries, instructions, batch_tokens=self._settings.batch_tokens)
+        vectors = self._encoder.encode_queries(queries, instructions, batch_tokens=BATCH_TOKENS)
         candidates: list[dict[str, float]] = []
-        for row, hits in zip(rows, self._index.search(vectors, self._settings.depth), strict=True):
+        for row, hits in zip(rows, self._index.search(vectors, depth_of(self._settings)), strict=True):
             own = {*row.positives, *row.negatives, *known_positives.get(_key(row), ())}
             candidates.append({hit.text: hit.score for hit in reversed(hits) if hit.text not in own})
         # Equal texts keep their highest score; the order is that of the search.
@@ -167,7 +171,7 @@ class Miner:
     def _cosines(self, vectors: np.ndarray, passages: Sequence[Sequence[str]]) -> list[np.ndarray]:
         """Return the cosines of each row's vector with the passages of that row."""
         flat = [text for of_row in passages for text in of_row]
-        embeddings = self._encoder.encode_passages(flat, batch_tokens=self._settings.batch_tokens)
+        embeddings = self._encoder.encode_passages(flat, batch_tokens=BATCH_TOKENS)
         return _products(vectors, embeddings, passages)
 
     def _taught(self, rows: Sequence[Example], texts: Sequence[Sequence[str]]) -> list[np.ndarray]:
@@ -184,6 +188,11 @@ class Miner:
             [(query, text) for query, of_row in zip(queries, texts, strict=True) for text in of_row]
         )
         return _divided(scores, texts)
+
+
+def depth_of(settings: MineSettings) -> int:
+    """Return the number of passages that the search finds per tuple, of which negatives are taken."""
+    return max(DEPTH, DEPTH_PER_NEGATIVE * settings.negatives)
 
 
 def bound(positive: float, max_share: float) -> float:

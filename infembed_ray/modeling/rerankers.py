@@ -6,7 +6,6 @@ probabilities that round to 1.0.
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -17,26 +16,10 @@ from torch import Tensor
 
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling import checkpoint, pretrained
+from infembed_ray.modeling import pretrained
 from infembed_ray.modeling.formats import Asked, fill, passage_text, query_text
 from infembed_ray.modeling.layout import length_sorted_batches
 from infembed_ray.progress import say
-
-
-class RandomReranker:
-    """Scores at random, the lower bound for any reranker. The same pair always has the same score."""
-
-    def __init__(self, settings: RetrieverSettings, identity: str) -> None:
-        self.identity = identity
-        self._seed = settings.seed
-
-    def score(self, pairs: Sequence[tuple[Asked, str]]) -> np.ndarray:
-        """Draw scores from a hash of the texts: (n) float32 in [0, 1)."""
-        return np.array([self._draw(query, passage) for query, passage in pairs], dtype=np.float32)
-
-    def _draw(self, query: Asked, passage: str) -> float:
-        texts = "\0".join((str(self._seed), query.query, query.instruction or "", passage))
-        return int.from_bytes(hashlib.sha256(texts.encode()).digest()[:3], "big") / 2**24  # float32 has 24 bits
 
 
 class ModelReranker(ABC):
@@ -215,8 +198,7 @@ class Causal(_Answering):
         super().__init__(settings, device, batch_tokens, identity)
         self.tokenizer.padding_side = "left"  # the last column then holds the last token of every row
         if settings.adapter is not None and device != "meta":
-            adapter = checkpoint.at_revision(settings.adapter, settings.adapter_revision)
-            self.model = pretrained.with_adapters(self.model, adapter).eval()
+            self.model = pretrained.with_adapters(self.model, settings.adapter).eval()
 
     def _relevance(self, batch: Any) -> Tensor:
         positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)

@@ -17,7 +17,7 @@ def tokenizer(bm25: Bm25, where: str = "bm25") -> Tokenizer:
     """Make the tokenizer that turns texts into terms.
 
     Raises:
-        InputError: the stemmer or the stopword list is unknown; `where` names the retriever.
+        InputError: the stemmer is unknown; `where` names the retriever.
     """
     stem = None
     if bm25.stemmer is not None:
@@ -25,9 +25,4 @@ def tokenizer(bm25: Bm25, where: str = "bm25") -> Tokenizer:
             others = nearest(bm25.stemmer, Stemmer.algorithms())
             raise InputError(f"{where}.bm25.stemmer={bm25.stemmer}: no such stemmer, {others}")
         stem = Stemmer.Stemmer(bm25.stemmer).stemWord
-    try:
-        return Tokenizer(splitter=WORD, stopwords=bm25.stopwords, stemmer=stem)
-    except ValueError as error:
-        raise InputError(
-            f"{where}.bm25.stopwords={bm25.stopwords}: bm25s has no such list; give a language like en, or null"
-        ) from error
+    return Tokenizer(splitter=WORD, stopwords="en", stemmer=stem)

@@ -25,13 +25,12 @@ from infembed_ray.errors import InputError, check_all
 from infembed_ray.planning.backbones import load
 from infembed_ray.planning.memory import GIB
 from infembed_ray.progress import aligned
-from infembed_ray.ray_cluster import on_a_cluster
 from infembed_ray.records.tables import data_files
 from infembed_ray.retrieval import factory as factories
-from infembed_ray.retrieval import preflight
-from infembed_ray.retrieval.build import choose_build
-from infembed_ray.retrieval.index import compacted_from
-from infembed_ray.retrieval.stores.address import is_address
+from infembed_ray.retrieval.build import check_model, choose_build, prepare, prepare_engine
+from infembed_ray.retrieval.corpus import count_passages
+from infembed_ray.retrieval.milvus import is_address
+from infembed_ray.retrieval.versions import compacted_from
 from infembed_ray.retrieval.work import work_root
 from infembed_ray.storage.dry_run import require_space, state
 from infembed_ray.storage.places import address, listing
@@ -193,7 +192,7 @@ def describe(settings: IndexSettings) -> Iterator[str]:
     if is_address(settings.output):
         yield from _describe_in_engine(settings)
         return
-    corpus, model, step = preflight.prepare(settings)
+    corpus, model, step = prepare(settings)
     work = work_root(step, settings)
     if newest := compacted_from(step)[:1]:
         yield f"output {address(newest[0])}: compacted from a build of this corpus, so there is nothing to do"
@@ -201,10 +200,8 @@ def describe(settings: IndexSettings) -> Iterator[str]:
     if (yield from state(step, work)):
         yield f"its files are not read; `infembed index verify {address(step.remote or step.path)}` does"
         return
-    if settings.gpus_per_shard and not on_a_cluster():
-        factories.require_gpu_faiss()
     (passages, more), encoder = check_all(
-        lambda: preflight.count_passages(corpus, settings), lambda: preflight.check_model(settings, model)
+        lambda: count_passages(corpus, settings.columns, settings.metadata), lambda: check_model(settings, model)
     )
     yield f"passages: {'at least ' if more else ''}{passages:,} of {corpus}"
     each = math.ceil(passages / settings.shards)
@@ -219,9 +216,9 @@ def describe(settings: IndexSettings) -> Iterator[str]:
 
 
 def _describe_in_engine(settings: IndexSettings) -> Iterator[str]:
-    engine, local = preflight.prepare_engine(settings)
-    corpus, _, step = preflight.prepare(local)
-    passages, more = preflight.count_passages(corpus, settings)
+    engine, local = prepare_engine(settings)
+    corpus, _, step = prepare(local)
+    passages, more = count_passages(corpus, settings.columns, settings.metadata)
     yield f"passages: {'at least ' if more else ''}{passages:,} of {corpus}"
     there = any(version.id == step.identity for version in engine.versions())
     yield f"output {engine.address}: version {step.identity} {'exists already' if there else 'would be built'}"

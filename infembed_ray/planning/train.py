@@ -83,7 +83,7 @@ class StepWork:
     """One worker's part of a step; means over `_SAMPLES` batches.
 
     Attributes:
-        queries, passages: texts of a step.
+        queries, passages: texts of a batch.
         slots, tokens: positions of a step with and without padding; a shared prefix counts once.
         graph_slots: maximum of the positions whose graphs exist at once.
         passes: forward passes of a step.
@@ -173,7 +173,7 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
 def tensor_memory(settings: TrainSettings, work: StepWork, size: ModelSize, saved: SavedBytes) -> StepMemory:
     """Compute the memory of a worker's tensors at the peak of a step.
 
-    The graphs that exist at once are those of a step, or of GradCache's largest pass; each has its own backward pass.
+    The graphs that exist at once are those of a batch, or of GradCache's largest pass; each has its own backward pass.
     """
     layer = work.graph_slots * saved.layer
     held = HeldActivations(work.graph_slots * saved.token, layer)
@@ -215,8 +215,12 @@ def step_work(
     """
     per_step = min(settings.records_per_step, number)  # as the sampler does
     if per_step < settings.workers:
-        fault = f"{per_step} records a step leave some of the {settings.workers} workers without any"
-        raise InputError.of("records_per_step", settings.records_per_step, fault, "set more, or fewer workers")
+        raise InputError.of(
+            "records_per_step",
+            settings.records_per_step,
+            f"{per_step} records a step leave some of the {settings.workers} workers without any",
+            "set more, or fewer workers",
+        )
     encoder.train()
     budget = settings.grad_cache_tokens or _ONE_PASS
     batches = list(_batches(settings, encoder, records, min(per_step, len(records))))
@@ -276,7 +280,6 @@ def synthetic(settings: PlanTrainSettings, encoder: InstructionEncoder) -> list[
     rng = random.Random(settings.seed)
     some = " ".join(f"w{31 * n % VOCABULARY}" for n in range(128))
     tokens_per_word = len(encoder.tokenizer(some, add_special_tokens=False)["input_ids"]) / 128
-    number = max(_SYNTHETIC, 2 * settings.records_per_step)
 
     def text(mean: int) -> str:
         length = mean / tokens_per_word * rng.lognormvariate(-(_SPREAD**2) / 2, _SPREAD)
@@ -284,7 +287,7 @@ def synthetic(settings: PlanTrainSettings, encoder: InstructionEncoder) -> list[
 
     return [
         Record(id=str(n), **{column: text(settings.tokens[kind]) for column, kind in _LENGTHS.items()})
-        for n in range(number)
+        for n in range(max(_SYNTHETIC, 2 * settings.records_per_step))
     ]
 
 
@@ -298,8 +301,8 @@ def as_text(made: TrainPlan) -> str:
     return "\n".join(
         [
             f"{made.model}: {size.parameters / 1e9:.3f} B parameters{trained}; {made.gpus} x {made.gpu}",
-            f"step of a GPU: {work.queries:.0f} queries, {work.passages:.0f} passages; "
-            f"{work.tokens:.0f} tokens ({work.slots:.0f} with padding)",
+            f"step of a GPU: {work.queries:.0f} queries, {work.passages:.0f} passages; {work.tokens:.0f} tokens "
+            f"({work.slots:.0f} with padding)",
             f"run: {work.steps} steps of {work.records} records, "
             f"{work.flops * made.gpus / 1e12:.1f} model TFLOP per step",
             f"GiB of a GPU at the peak of a step: {', '.join(parts)}",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,65 +101,39 @@ def run(directory: str, port: int, keep_serving: bool) -> None:
 
 def run_stages(root: Path, backbone: str) -> QuickstartOutputs:
     """Run every stage before serving, from synthesis to the index."""
-    made = _synthesize(root)
+    synthesis = SynthesizeSettings(
+        seeds=str(SEEDS), output=str(root / "records"), replay=(str(JOURNAL),), generator=MODEL, judge=MODEL
+    )
+    made = _run("InF-IR records from the seeds; every LLM answer comes from the bundled journal", synthesize, synthesis)
     analysis = _run(
         "quality report of the records", analyze, AnalyzeSettings(records=made.address, output=str(root / "analysis"))
     )
-    checkpoint = _train(root, made, backbone)
-    evaluated = _evaluate(root, made, {BEFORE: backbone, AFTER: checkpoint.address})
-    return QuickstartOutputs(made, analysis, checkpoint, evaluated, _index(root, made, checkpoint))
-
-
-def _synthesize(root: Path) -> Published:
-    return _run(
-        "InF-IR records from the seeds; every LLM answer comes from the bundled journal",
-        synthesize,
-        SynthesizeSettings(
-            seeds=str(SEEDS), output=str(root / "records"), replay=(str(JOURNAL),), generator=MODEL, judge=MODEL
-        ),
+    training = TrainSettings(
+        records=made.address,
+        split="train",
+        model=backbone,
+        output=str(root / "checkpoint"),
+        records_per_step=4,
+        instruction_negatives=3,
     )
-
-
-def _train(root: Path, made: Published, backbone: str) -> Published:
-    return _run(
-        "MiniLM with multi{P,I} on the training topics: Ray Train, 2 workers, DeepSpeed ZeRO-2",
-        train,
-        TrainSettings(
-            records=made.address,
-            split="train",
-            model=backbone,
-            output=str(root / "checkpoint"),
-            records_per_step=4,
-            instruction_negatives=3,
-        ),
+    checkpoint = _run(
+        "MiniLM with multi{P,I} on the training topics: Ray Train, 2 workers, DeepSpeed ZeRO-2", train, training
     )
-
-
-def _evaluate(root: Path, made: Published, models: dict[str, str]) -> Published:
-    evaluated = _run(
-        "before and after, on topics the model has not seen",
-        evaluate,
-        EvaluateSettings(
-            records=made.address,
-            split="test",
-            models=models,
-            distractors=str(SEEDS),
-            output=str(root / "results"),
-            actors=2,
-        ),
+    evaluation = EvaluateSettings(
+        records=made.address,
+        split="test",
+        models={BEFORE: backbone, AFTER: checkpoint.address},
+        distractors=str(SEEDS),
+        output=str(root / "results"),
+        actors=2,
     )
+    evaluated = _run("before and after, on topics the model has not seen", evaluate, evaluation)
     if not evaluated.fresh:  # the stage prints the table only when it runs
         say(of_evaluation(evaluated.address, results.read(evaluated.path)).as_text())
-    return evaluated
-
-
-def _index(root: Path, made: Published, checkpoint: Published) -> Published:
     corpus = _write_corpus(root / CORPUS, made)
-    return _run(
-        "all passages of the sample, in two FAISS shards",
-        index,
-        IndexSettings(corpus=str(corpus), model=checkpoint.address, output=str(root / "index"), actors=2),
-    )
+    indexing = IndexSettings(corpus=str(corpus), model=checkpoint.address, output=str(root / "index"), actors=2)
+    built = _run("all passages of the sample, in two FAISS shards", index, indexing)
+    return QuickstartOutputs(made, analysis, checkpoint, evaluated, built)
 
 
 def _run(what: str, stage: Callable[[S], Published], settings: S) -> Published:
@@ -252,18 +224,12 @@ def _questions(port: int) -> str:
     )
 
 
-def _activation() -> str:
-    """Return the line that puts `infembed` on the shell's path, empty if it is there."""
-    script = Path(sys.executable).with_name("activate")
-    return "" if shutil.which("infembed") or not script.is_file() else f"  . {script}\n"
-
-
 def ending(root: Path, report: Path, port: int) -> str:
     """Return where everything is, and what to try next."""
     return f"""
 Done. Report: {report}
 Next:
-{_activation()}  infembed serve index={root / "index"} port={port} \\
+  infembed serve index={root / "index"} port={port} \\
     suggestions={root / SUGGESTIONS}
 {_questions(port)}
   infembed train records={root / "records"} split=train model={root / "checkpoint"} \\

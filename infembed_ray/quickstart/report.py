@@ -14,13 +14,6 @@ from infembed_ray.quickstart.rankings import Ranking
 from infembed_ray.reporting import page
 from infembed_ray.reporting.charts import Scale
 
-_MEANINGS = {
-    "p-MRR": "how far passages move when the instruction changes",
-    **{f"nDCG@10 {notation}": meaning for notation, meaning in infir.MEANINGS.items()},
-    "MAP@1000": "all requests of a record",
-}
-"""Figure -> what it measures."""
-
 
 def write_report(
     path: Path,
@@ -44,11 +37,9 @@ def write_report(
         models=list(results.models),
         figures=list(_figures(results)),
         text=tables.text,
-        changes=list(_changes(results)),
         first={model: _first(results, model) for model in results.models},
         note=tables.note(repr(next(iter(results.models)))),
         rankings=rankings,
-        moves={model: moves(without, under) for model, (without, under, *_) in rankings.items()},
         details={what: os.path.relpath(file, path.parent) for what, file in details.items()},
     )
     path.write_text(html, encoding="utf-8")
@@ -61,39 +52,6 @@ def _figures(results: Results) -> Iterator[tuple[tables.Column, Scale, list[tabl
         cells = tables.cells(results, column)
         low = min([0.0, *(cell.compared.mean.low for cell in cells.values())])
         yield column, Scale(math.floor(10 * low) / 10, 1.0), [cells.get(model) for model in results.models]
-
-
-def moves(without: Ranking, under: Ranking) -> dict[str, tuple[str, str]]:
-    """Describe how the instruction moves each hit: passage id -> direction (`up`, `down` or empty) and words."""
-    described = {}
-    for rank, hit in enumerate(under.hits, start=1):
-        before = without.rank(hit["id"])
-        direction = "" if before == rank else "down" if before is not None and before < rank else "up"
-        if before is None:
-            words = f"new among the first {len(under.hits)}"
-        else:
-            words = f"{direction} from {before}" if direction else "same rank"
-        described[hit["id"]] = (direction, words)
-    return described
-
-
-def _changes(results: Results) -> Iterator[tuple[str, bool]]:
-    """Yield for each measure of each trained model its change in words, and whether that is significant."""
-    baseline = next(iter(results.models))
-    for column in tables.columns(results)[infir.TASK]:
-        cells = tables.cells(results, column)
-        for model, cell in cells.items():
-            mean, change = cell.compared.mean, cell.compared.difference
-            if change is None or cell.adjusted is None:
-                continue
-            before, after = column.number(cells[baseline].compared.mean.value), column.number(mean.value)
-            verb = "stays at" if before == after else "rises" if change.value > 0 else "falls"
-            moved = f"{verb} {after}" if before == after else f"{verb} from {before} to {after}"
-            low, high = column.number(change.low, sign=True), column.number(change.high, sign=True)
-            meaning = _MEANINGS[column.parts[0][1]]
-            interval = f"The 95% interval of the change is {low} to {high}, p = {cell.adjusted:.2g}."
-            sentence = f"{column.title} ({meaning}) {moved} with {model}. {interval}"
-            yield sentence, cell.significant
 
 
 def _first(results: Results, model: str) -> tuple[int, int]:

@@ -1,9 +1,7 @@
 """Answers of shards to a search, and their merge.
 
-A shard answers hits with their texts, or a ranking: ids and scores in arrays, without a Python object per hit. Of many shards or
-many hits the merge drops most, so the texts of the winners are fetched after it, by key. A key names one state of a document
-for ever: a row of the immutable base, or the change that put the document. So the text that is fetched is the one that was
-scored.
+A shard answers hits with their texts, or a ranking in arrays; then the texts of the winners are fetched by key. A key names one
+state of a document for ever, so the text that is fetched is the one that was scored.
 """
 
 from __future__ import annotations
@@ -131,7 +129,7 @@ class Behind(Exception):
     """A shard has not applied the changes that a search asks for; the argument is its sequence."""
 
 
-class Merged(NamedTuple):
+class MergedRanking(NamedTuple):
     """The best hits of one vector over several rankings, by (score, id), descending.
 
     Attributes:
@@ -150,7 +148,7 @@ def merge(results: Iterable[Sequence[Hit]], k: int) -> list[Hit]:
     return heapq.nlargest(k, (hit for hits in results for hit in hits), key=lambda hit: (hit.score, hit.id))
 
 
-def merge_rankings(rankings: Sequence[ShardRanking], vector: int, k: int, hybrid: float = 0.0) -> Merged:
+def merge_rankings(rankings: Sequence[ShardRanking], vector: int, k: int, hybrid: float = 0.0) -> MergedRanking:
     """As `merge`, of rankings; with a weight `hybrid` of words, by the scores that `fuse` gives their candidates."""
     parts = [ranking.hits_of(vector) for ranking in rankings]
     both = list(zip(rankings, parts, strict=True))
@@ -163,7 +161,7 @@ def merge_rankings(rankings: Sequence[ShardRanking], vector: int, k: int, hybrid
     ends = np.cumsum([part.stop - part.start for part in parts])
     numbers = np.searchsorted(ends, chosen, side="right")
     names = ids.take(pa.array(chosen)).to_pylist()
-    return Merged(names, scores[chosen].tolist(), numbers.tolist(), places[chosen].tolist())
+    return MergedRanking(names, scores[chosen].tolist(), numbers.tolist(), places[chosen].tolist())
 
 
 def best(scores: np.ndarray, k: int, ids: pa.Array) -> np.ndarray:

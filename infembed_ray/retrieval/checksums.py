@@ -91,14 +91,6 @@ class FileChecksums:
         return self.blocks[start // BLOCK * _DIGITS :][:_DIGITS]
 
 
-def whole_file_checksum(file: pa.NativeFile) -> str:
-    """Compute the checksum that older indexes have in place of `FileChecksums`: `steps.fingerprint` of a file."""
-    digest = hashlib.sha256(f"\0{file.size()}\0".encode())
-    for start in range(0, file.size(), BLOCK):
-        digest.update(_read(file, start))
-    return digest.hexdigest()[:_DIGITS]
-
-
 def _map_blocks(size: int, function: Callable[[int], T]) -> list[T]:
     """Call a function with the first byte of each block of a file; return the results in the order of the blocks."""
     with ThreadPoolExecutor(THREADS) as pool:

@@ -1,14 +1,18 @@
-"""What a passage of a corpus must be: the checks of its columns and of its rows."""
+"""The rows of a corpus: what a passage must be, and which files are read together."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import pyarrow.parquet as pq
 
 from infembed_ray.config.base import nearest
 from infembed_ray.config.retrieval import FieldType
@@ -16,106 +20,136 @@ from infembed_ray.errors import InputError
 from infembed_ray.records import tables
 from infembed_ray.records.tables import Passage
 from infembed_ray.retrieval.passages import as_typed
-from infembed_ray.storage.places import Place
+from infembed_ray.storage.places import Place, errors_at, listing, open_binary
 from infembed_ray.storage.steps import resolve_input
 
+PARTS = 64
+"""Maximum number of parts of a corpus, which tasks read side by side."""
+PART_BYTES = 64 << 20
+"""Bytes of a part, unless the corpus is larger than `PARTS` of them."""
+SAMPLE = 10_000
+"""Maximum number of rows of a file that `count_passages` reads."""
 _OWN = ("id", "text")
-
-
-class BadRow(InputError):
-    """A row that an index cannot hold; the message names the file, the row, the column and the remedy."""
+_BLOCK = 1 << 20
 
 
 def require_columns(columns: Mapping[str, str], metadata: Mapping[str, FieldType]) -> None:
     """Raise InputError if the settings `columns` or `metadata` name an impossible column."""
     for name in metadata:
         if name in _OWN or name.startswith("_") or not name:
-            raise InputError(
-                f"metadata.{name}: this name is reserved; choose another name and set columns.<that name>={name}"
+            raise InputError.of(
+                f"metadata.{name}",
+                None,
+                "this name is reserved",
+                f"choose another name and set columns.<that name>={name}",
             )
     for name in columns:
-        known = [*_OWN, *metadata]
-        if name not in known:
-            raise InputError(f"columns.{name}: neither id, text nor a metadata column: {nearest(name, known)}")
+        if name not in (own := [*_OWN, *metadata]):
+            raise InputError.of(
+                f"columns.{name}", None, f"neither id, text nor a metadata column: {nearest(name, own)}"
+            )
 
 
 def require_passages(
-    corpus: Place, sizes: Sequence[int], columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
+    corpus: Place, count: int, columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
 ) -> None:
     """InputError if a corpus has no rows, or a metadata column is in none of them; `seen` has the columns of all rows."""
-    if not sum(sizes):
-        raise InputError(f"corpus={corpus}: empty, it has no rows; give a file with at least one")
+    if not count:
+        raise InputError.of("corpus", corpus, "empty, it has no rows", "give a file with at least one")
     for name in metadata:
-        theirs = columns.get(name, name)
-        if theirs not in seen:
-            raise InputError(
-                f"metadata.{name}: no row of corpus={corpus} has a column {theirs}: {nearest(theirs, sorted(seen))}; "
-                f"set columns.{name}=<its name>, or drop it"
+        if (theirs := columns.get(name, name)) not in seen:
+            raise InputError.of(
+                f"metadata.{name}",
+                None,
+                f"no row of corpus={corpus} has a column {theirs}: {nearest(theirs, sorted(seen))}",
+                f"set columns.{name}=<its name>, or drop it",
             )
 
 
-def names_in(
-    first: Mapping[str, Any], file: Place, columns: Mapping[str, str], metadata: Mapping[str, FieldType]
-) -> dict[str, str]:
-    """Map the columns of passages (id, text, metadata) to those of a file.
-
-    Args:
-        columns: column name of the index -> column name in the corpus.
-
-    Raises:
-        InputError: the file has no ids or no texts.
-    """
-    own = tables.mapping(first, Passage, file, "corpus", {n: theirs for n, theirs in columns.items() if n in _OWN})
-    return {name: own[name] for name in _OWN} | {name: columns.get(name, name) for name in metadata}
-
-
-def passage(
-    values: Mapping[str, Any], names: Mapping[str, str], metadata: Mapping[str, FieldType], file: Place, number: int
-) -> list[Any]:
-    """Return id, text and metadata of a row.
-
-    Args:
-        number: of the row in the file, for error messages.
-
-    Raises:
-        BadRow: an id or a text is empty, or a value has another type.
-    """
-    column = ""
-    try:
-        row: list[Any] = []
-        for ours, column in names.items():
-            value = values.get(column)
-            row.append(as_typed(value, metadata[ours]) if ours in metadata else _text(value))
-        return row
-    except ValueError as error:
-        fault, shown = str(error), repr(values.get(column))
-        if not fault.startswith("is "):  # then the value itself explains the fault
-            fault += f", not {shown if len(shown) <= 60 else f'{shown[:57]}...'}; correct it or drop the row"
-        raise BadRow(f"corpus={file}: row {number}: column {column} {fault}") from None
+def parts_of(corpus: Place) -> list[list[Place]]:
+    """Divide the files of a corpus into at most `PARTS` parts, each of at least `PART_BYTES` or one file."""
+    sizes = {corpus / name: size for name, size in listing(corpus).items()}
+    files = tables.data_files(corpus, "corpus")
+    least = max(PART_BYTES, -(-sum(sizes[file] for file in files) // PARTS))
+    parts: list[list[Place]] = [[]]
+    filled = 0
+    for file in files:
+        if filled >= least:
+            parts.append([])
+            filled = 0
+        parts[-1].append(file)
+        filled += sizes[file]
+    return parts
 
 
 def rows(
     file: Place, columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
 ) -> Iterator[list[Any]]:
-    """Yield id, text and metadata of each row; adds the column names of the file to `seen`."""
+    """Yield id, text and metadata of each row of a file.
+
+    Args:
+        columns: column name of the index -> column name in the corpus.
+        seen: takes the names of the columns of all rows.
+
+    Raises:
+        InputError: the file cannot be read, it has no ids or no texts, an id or a text is empty, or a value has another type.
+    """
     names: dict[str, str] = {}
+    own = {name: theirs for name, theirs in columns.items() if name in _OWN}
     for number, values in enumerate(tables.raw_rows(file, "corpus"), start=1):
-        names = names or names_in(values, file, columns, metadata)
+        if not names:
+            mapped = tables.mapping(values, Passage, file, "corpus", own)
+            names = {name: mapped[name] for name in _OWN} | {name: columns.get(name, name) for name in metadata}
         seen.update(values)
-        yield passage(values, names, metadata, file, number)
+        row, column = [], ""
+        try:
+            for name, column in names.items():
+                value = values.get(column)
+                row.append(as_typed(value, metadata[name]) if name in metadata else _text(value))
+        except ValueError as fault:
+            shown = repr(values.get(column))[:60]
+            raise InputError.of(
+                "corpus", file, f"row {number}: column {column} {fault}, not {shown}", "correct it or drop the row"
+            ) from None
+        yield row
 
 
 def _text(value: Any) -> str:
     text = value if isinstance(value, str) else "" if value is None or value != value else str(value)  # NaN is none
-    if not text.strip():
-        raise ValueError("is empty; fill it or drop the row")
-    if isinstance(value, (list, dict, bytes)):
-        raise ValueError("must be text")
+    if not text.strip() or isinstance(value, (list, dict, bytes)):
+        raise ValueError("must be text that is not empty")
     try:
         text.encode()
     except UnicodeEncodeError:
         raise ValueError("must be text without lone surrogates") from None
     return text
+
+
+def count_passages(corpus: Place, columns: Mapping[str, str], metadata: Mapping[str, FieldType]) -> tuple[int, bool]:
+    """Count the passages of a corpus and check its first rows, without reading all of it.
+
+    Returns:
+        Number of passages; whether there may be more. Parquet files say their number and lines of JSONL files are counted; of
+        other files, `SAMPLE` rows are read.
+
+    Raises:
+        InputError: a file cannot be read, a column is missing, or one of these rows is invalid.
+    """
+    total, more, unread = 0, False, False
+    seen: set[str] = set()
+    for file in tables.data_files(corpus, "corpus"):
+        count = sum(1 for _ in islice(rows(file, columns, metadata, seen), SAMPLE))
+        with errors_at(file, "corpus"), open_binary(file) as source:
+            if file.suffix == ".parquet":
+                count = pq.read_metadata(source).num_rows
+            elif file.suffix == ".jsonl":
+                unread = unread or count == SAMPLE  # only here, a later row can have other columns
+                count = sum(1 for line in io.BufferedReader(source, _BLOCK) if line.strip())
+            else:
+                more = more or count == SAMPLE
+        total += count
+    require_passages(corpus, total, columns, {} if unread else metadata, seen)
+    return total, more
 
 
 @contextlib.contextmanager

@@ -1,10 +1,7 @@
-"""Choose and build the FAISS index of a shard, by number of vectors, dimension and memory.
+"""Choose and build the FAISS index of a shard, by number of vectors, dimension and memory, as autofaiss does.
 
-A factory is an index type as `faiss.index_factory` spells it. The choice follows autofaiss: exact search below ten thousand
-vectors, an HNSW graph if memory holds it, inverted lists (IVF) if it holds the vectors, and quantised lists otherwise: SQ8, then
-RaBitQ of 4, 2 and 1 bits per dimension, then product quantisation (PQ). Candidates of quantised types are reranked by the
-vectors, which stay on disk. Vectors of float16 are stored as they are by FAISS's scalar quantiser `SQfp16`, which computes
-scores in float32.
+Exact search below ten thousand vectors, a graph (HNSW) if memory holds it, inverted lists (IVF) if it holds the vectors, else
+quantised lists: SQ8, RaBitQ of 4, 2 and 1 bits per dimension, then product quantisation (PQ).
 """
 
 from __future__ import annotations
@@ -53,58 +50,30 @@ def choose(
     Args:
         vectors: of the largest shard.
         memory_gib: most memory of a shard while it is searched; None: no limit.
-        shards: of the index, for the remedies in the error message.
+        shards: of the index, for the error message.
         given: the only type to consider; None: all.
 
     Raises:
         InputError: nothing fits.
     """
-    if given is not None:
-        size = memory(given, dimension, vectors)
-        if memory_gib is None or size <= memory_gib * GIB:
-            return given
-        raise InputError(
-            f"memory_gib={memory_gib:g}: factory={given} takes {_gib(size)} GiB a shard of {vectors} vectors of {dimension} "
-            "dimensions; raise memory_gib, give a smaller type, or leave factory out"
-        )
-    types = candidates(vectors, dimension, precision)
-    if memory_gib is None:
-        return types[0]
-    sizes = {factory: memory(factory, dimension, vectors) for factory in types}
-    for factory, size in sizes.items():
-        if size <= memory_gib * GIB:
-            return factory
-    smallest = min(sizes, key=sizes.__getitem__)
-    raise InputError(
-        f"memory_gib={memory_gib:g}: the smallest index of {vectors} vectors of {dimension} dimensions is {smallest} with "
-        f"{_gib(sizes[smallest])} GiB a shard; set {_what_would_fit(vectors, dimension, memory_gib, shards, precision)}"
+    limit = math.inf if memory_gib is None else memory_gib * GIB
+    sizes = {kind: memory(kind, dimension, vectors) for kind in [given] if kind} or {
+        kind: memory(kind, dimension, vectors) for kind in candidates(vectors, dimension, precision)
+    }
+    for kind, size in sizes.items():
+        if size <= limit:
+            return kind
+    kind, size = min(sizes.items(), key=lambda item: item[1])
+    more = f"more than {shards} shards, fewer dimensions (of a model trained for it)" + ", another factory" * bool(
+        given
     )
-
-
-def _what_would_fit(vectors: int, dimension: int, memory_gib: float, shards: int, precision: Precision) -> str:
-    """The smallest changes of settings, each of them sufficient."""
-
-    def least(vectors: int, dimension: int) -> int:
-        return min(memory(factory, dimension, vectors) for factory in candidates(vectors, dimension, precision))
-
-    ways = [f"memory_gib={_gib(least(vectors, dimension))}"]
-    fewer = dimension // 2
-    while fewer >= 32:
-        if least(vectors, fewer) <= memory_gib * GIB:
-            ways.append(f"dimensions={fewer} of a model trained for it")
-            break
-        fewer //= 2
-    total, more = vectors * shards, shards + 1
-    while more < total and least(math.ceil(total / more), dimension) > memory_gib * GIB:
-        more = max(more + 1, more * 5 // 4)
-    ways.append(f"shards={more}")
-    return ", or ".join(ways)
-
-
-def _gib(size: int) -> str:
-    """GiB rounded up, so that the printed value is sufficient."""
-    digits = 10 ** max(0, 3 - len(str(size // GIB)))
-    return f"{math.ceil(size / GIB * digits * 10) / (digits * 10):g}"
+    raise InputError.of(
+        "memory_gib",
+        memory_gib,
+        f"{given or f'the smallest type, {kind},'} takes {size / GIB:.3g} GiB per shard of {vectors} vectors of {dimension} "
+        "dimensions",
+        f"raise it, or set {more}",
+    )
 
 
 def candidates(vectors: int, dimension: int, precision: Precision = "float16") -> list[str]:
@@ -140,16 +109,16 @@ def new(factory: str, dimension: int) -> Any:
         index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
         said = str(error).rsplit(": ", 1)[-1]
-        raise InputError(
-            f"factory={factory}: FAISS makes no such index of {dimension} dimensions ({said}); give one like HNSW32, "
-            f"IVF1024,Flat or OPQ48_192,IVF1024,PQ48, or leave factory out"
+        fault = f"FAISS makes no such index of {dimension} dimensions ({said})"
+        raise InputError.of(
+            "factory", factory, fault, "give one like HNSW32 or IVF1024,Flat, or leave it out"
         ) from error
     inner = leaf(index)
     kinds = (faiss.IndexFlat, faiss.IndexHNSW, faiss.IndexIVF)
     if not isinstance(inner, kinds) or inner.metric_type != faiss.METRIC_INNER_PRODUCT:
-        raise InputError(
-            f"factory={factory}: makes a {type(inner).__name__}, which cannot search by inner product among some of its "
-            "vectors; give a Flat, HNSW or IVF type, with or without a transformation before it"
+        fault = f"makes a {type(inner).__name__}, which cannot search by inner product among some of its vectors"
+        raise InputError.of(
+            "factory", factory, fault, "give a Flat, HNSW or IVF type, with or without a transformation before it"
         )
     if isinstance(inner, faiss.IndexHNSW):
         inner.hnsw.efConstruction = EF_CONSTRUCTION
@@ -222,35 +191,27 @@ def index_bytes(index: Any, vectors: int) -> int:
     return vectors * int(index.sa_code_size())
 
 
-def build(factory: str, vectors: np.ndarray, gpu: bool = False) -> Any:
+def build(factory: str, vectors: np.ndarray) -> Any:
     """Train an index on a sample and add all vectors in blocks.
 
     Args:
         vectors: (n, d) unit vectors, possibly memory-mapped.
-        gpu: run k-means and assignment on the GPUs of this process; graphs are built on CPUs.
 
     Raises:
-        InputError: the type needs more vectors, or `gpu` is set and FAISS has no GPU support.
+        InputError: the type needs more vectors.
     """
     n, d = vectors.shape
     index = new(factory, d)
     if not index.is_trained:
         least, wanted = _training_points(index)
         if n < least:
-            raise InputError(
-                f"factory={factory}: training takes {least} vectors and a shard has {n}; give a type with fewer lists, fewer "
-                "shards, or leave factory out"
+            fault = f"training takes {least} vectors and a shard has {n}"
+            raise InputError.of(
+                "factory", factory, fault, "give a type with fewer lists, fewer shards, or leave factory out"
             )
-        coarse = leaf(index)
-        if gpu and isinstance(coarse, faiss.IndexIVF):
-            coarse.clustering_index = on_gpus(faiss.IndexFlatIP(coarse.d))
         index.train(sample(vectors, wanted))
-    assign = on_gpus(_coarse_vectors(leaf(index))) if gpu and isinstance(leaf(index), faiss.IndexIVF) else None
     for block in blocks(vectors):
-        if assign is None:
-            index.add(block)
-        else:
-            _add_assigned(index, block, assign)
+        index.add(block)
     return index
 
 
@@ -281,31 +242,11 @@ def blocks(vectors: np.ndarray) -> Iterator[np.ndarray]:
 def require_gpu_faiss() -> None:
     """Raise InputError unless FAISS has GPU support."""
     if not hasattr(faiss, "StandardGpuResources"):
-        raise InputError(
-            "gpus_per_shard: this FAISS runs on CPUs only; pip uninstall -y faiss-cpu, then pip install 'infembed-ray[gpu]', "
-            "or set 0"
-        )
+        remedy = "pip uninstall -y faiss-cpu, then pip install 'infembed-ray[gpu]', or set 0"
+        raise InputError.of("gpus_per_shard", None, "this FAISS runs on CPUs only", remedy)
 
 
 def on_gpus(index: Any) -> Any:
     """Copy an index to the GPUs of this process."""
     require_gpu_faiss()
     return faiss.index_cpu_to_all_gpus(index)
-
-
-def _coarse_vectors(inverted: Any) -> Any:
-    """A flat index of the centroids of inverted lists."""
-    centres = faiss.IndexFlatIP(inverted.d)
-    centres.add(inverted.quantizer.reconstruct_n(0, inverted.nlist))
-    return centres
-
-
-def _add_assigned(index: Any, block: np.ndarray, centres: Any) -> None:
-    """Add vectors to the inverted lists that `centres` assigns."""
-    inner = leaf(index)
-    if inner is not index:
-        for transformation in _transformations(index):
-            block = transformation.apply(block)
-    _, lists = centres.search(block, 1)
-    inner.add_core(len(block), faiss.swig_ptr(block), None, faiss.swig_ptr(lists.ravel()))
-    index.ntotal = inner.ntotal

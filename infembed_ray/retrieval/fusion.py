@@ -1,9 +1,4 @@
-"""The vectors and scores of a search with further channels: what its instructions exclude, and words.
-
-An exclusion changes the query's vector, so that every index and engine can search with it. Words are a channel of their own:
-each shard answers the best candidates of both, and they are fused after the merge, so a score does not depend on how passages
-are distributed.
-"""
+"""The vectors and scores of a search with further channels: what its instructions exclude, and words."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """BM25 over the passages of a shard: term weights in memory-mapped postings, and the same formula for passages put since.
 
-bm25s computes the weights when the shard is built. The files hold them by term, so that a query reads only the postings of its
-own terms. Each shard has its own document frequencies. A hash of its id assigns a passage to a shard, so the frequencies of
-shards differ by chance only.
+bm25s computes the weights when the shard is built. Each shard has its own document frequencies.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Search one FAISS index, with or without a filter, to exact scores.
 
-Graphs and inverted lists are approximate. Their effort is set by parameters that `calibrate` finds, and grows with the number
-of hits. A filtered search over-fetches: it finds enough nearest vectors that `k` pass the filter, and drops the others. If
-that would compare more vectors than pass the filter, it compares the query with those instead, exactly. Candidates of lossy
-types are reranked by the vectors. Of vectors with equal scores at the k-th place, exact search returns those with the highest
-rows; other types return some of them.
+`calibrate` finds the effort of approximate types. A filtered search over-fetches, or compares the rows that pass if these are
+fewer. Candidates of lossy types are reranked by the vectors.
 """
 
 from __future__ import annotations

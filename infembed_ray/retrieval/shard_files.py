@@ -20,7 +20,7 @@ import pyarrow as pa
 from infembed_ray.config.retrieval import Precision
 from infembed_ray.errors import InputError
 from infembed_ray.progress import say
-from infembed_ray.retrieval.checksums import REMEDY, FileChecksums, whole_file_checksum
+from infembed_ray.retrieval.checksums import REMEDY, FileChecksums
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import SCRATCH, Folder, convert_errors, room, scratch
 from infembed_ray.storage.places import Place, delete, open_binary, read_json, write_json
@@ -43,7 +43,7 @@ class ShardFacts:
         search: calibrated search parameters: efSearch (graphs), nprobe (inverted lists), rerank (candidates per hit of lossy
             types).
         recall_at_10: against exact search (`searcher.calibrate`); 1 for Flat.
-        checksums: file name -> its checksums; in older indexes `steps.fingerprint` of the whole file.
+        checksums: file name -> its checksums.
     """
 
     name: str
@@ -52,7 +52,7 @@ class ShardFacts:
     search: Mapping[str, int]
     recall_at_10: float
     bytes: int
-    checksums: Mapping[str, FileChecksums | str]
+    checksums: Mapping[str, FileChecksums]
     vectors: Precision = "float32"
 
     @property
@@ -63,7 +63,7 @@ class ShardFacts:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ShardFacts:
         """Inverse of `asdict`."""
-        checksums = {n: v if isinstance(v, str) else FileChecksums(**v) for n, v in values["checksums"].items()}
+        checksums = {n: FileChecksums(**v) for n, v in values["checksums"].items()}
         return cls(**{**values, "checksums": checksums})
 
 
@@ -78,14 +78,9 @@ def local_directory(root: Place, facts: ShardFacts, cache: Path | None = None) -
     """
     if isinstance(root, Folder):
         return _cached(root, facts, cache or scratch())
-    size = 0
     for name, checksums in facts.checksums.items():
         with _opened(root, facts, name) as (file, place):
-            size += file.size()
-            if isinstance(checksums, FileChecksums):
-                checksums.require_size(file.size(), place)
-    if size != facts.bytes:
-        raise InputError(f"index={root}: {facts.name} is corrupted ({size} bytes instead of {facts.bytes}); {REMEDY}")
+            checksums.require_size(file.size(), place)
     return root / facts.name
 
 
@@ -97,10 +92,7 @@ def verify(root: Place, facts: ShardFacts) -> None:
     """
     for name, checksums in facts.checksums.items():
         with _opened(root, facts, name) as (file, place):
-            if isinstance(checksums, FileChecksums):
-                checksums.verify(file, place)
-            else:
-                _require_whole(file, checksums, place)
+            checksums.verify(file, place)
 
 
 def verify_local(root: Place, facts: ShardFacts) -> None:
@@ -132,31 +124,14 @@ def _cached(folder: Folder, facts: ShardFacts, cache: Path) -> Path:
             if missing:
                 say(f"index: copying {facts.name} ({facts.bytes} bytes) from {folder} to {directory}")
             for name in missing:
-                _copy_file(folder, facts, name, directory / name)
+                with _opened(folder, facts, name) as (source, place):
+                    facts.checksums[name].copy(source, directory / name, place)
     except OSError as error:
         raise InputError(
             f"{SCRATCH}={cache}: cannot hold {facts.name} ({error.strerror or error}), which has {facts.bytes} bytes; "
             "free space there, for example by deleting copies of older versions, or give another directory"
         ) from error
     return directory
-
-
-def _copy_file(folder: Folder, facts: ShardFacts, name: str, file: Path) -> None:
-    checksums = facts.checksums[name]
-    with _opened(folder, facts, name) as (source, place):
-        if isinstance(checksums, FileChecksums):
-            checksums.copy(source, file, place)
-            return
-        unverified = file.with_name(f"{name}.unverified")
-        folder.download(f"{facts.name}/{name}", unverified)
-        with pa.OSFile(str(unverified)) as copy:
-            _require_whole(copy, checksums, place)
-        unverified.replace(file)
-
-
-def _require_whole(file: pa.NativeFile, checksum: str, place: str) -> None:
-    if whole_file_checksum(file) != checksum:
-        raise InputError(f"{place} is corrupted (its checksum differs from the manifest); {REMEDY}")
 
 
 @contextlib.contextmanager

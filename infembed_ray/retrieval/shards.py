@@ -83,14 +83,12 @@ class Build:
     Attributes:
         factory: index type; None: chosen by `factory.choose`, which also takes `memory_gib` and `shards`.
         recall_floor: least recall@10.
-        gpu: train on the GPUs of this process.
         lexical: build a lexical index, too.
     """
 
     factory: str | None = None
     memory_gib: float | None = None
     recall_floor: float = 0.0
-    gpu: bool = False
     shards: int = 1
     lexical: bool = False
 
@@ -262,15 +260,14 @@ def build_shard(directory: Path, build: Build) -> ShardFacts:
     factory = "Flat"
     if passages:
         factory = factories.choose(passages, vectors.shape[1], build.memory_gib, build.shards, build.factory, precision)
-    index = factories.build(factory, vectors, build.gpu)
+    index = factories.build(factory, vectors)
     searcher = Searcher(index, vectors)
     parameters, recall = calibrate(searcher)
     if recall < build.recall_floor:
         best = ", ".join(f"{name} {value}" for name, value in parameters.items())
-        raise InputError(
-            f"recall_floor={build.recall_floor:g}: {directory.name} as {factory} finds {recall:.1%} of the 10 nearest at "
-            f"best ({best}); allow more memory_gib, give another factory, or lower the floor"
-        )
+        fault = f"{directory.name} as {factory} finds {recall:.1%} of the 10 nearest at best ({best})"
+        remedy = "allow more memory_gib, give another factory, or lower the floor"
+        raise InputError.of("recall_floor", build.recall_floor, fault, remedy)
     with durable.replacing(directory / INDEX_FILE) as stream:  # FAISS's own writer ignores a full disk
         faiss.write_index(index, faiss.PyCallbackIOWriter(stream.write))
     names = [INDEX_FILE, PASSAGES_FILE, VECTORS_FILE]

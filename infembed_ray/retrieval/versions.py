@@ -1,4 +1,4 @@
-"""The versions of an index in an output directory, and the pointer `latest`.
+"""The versions of an index in an output, their facts in the manifest, and the pointer `latest`.
 
 A version is published atomically (`steps.Step`) and never changes. Rolling back, or forward, verifies a version and then
 points `latest` at it.
@@ -6,58 +6,215 @@ points `latest` at it.
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import shutil
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from infembed_ray.config.retrieval import FieldType, IndexSettings, Precision
 from infembed_ray.errors import InputError
 from infembed_ray.progress import counted, say
-from infembed_ray.retrieval.index import IndexFacts, change_log, published
+from infembed_ray.retrieval.shard_files import ShardFacts
 from infembed_ray.retrieval.shard_files import verify as verify_shard
-from infembed_ray.storage.object_store import Folder, is_uri
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
+from infembed_ray.storage.object_store import Folder
 from infembed_ray.storage.places import Place, address, errors_at, read_text
-from infembed_ray.storage.steps import LATEST, MANIFEST, find_input, local_path, read_manifest, set_latest
+from infembed_ray.storage.steps import (
+    LATEST,
+    MANIFEST,
+    Published,
+    Step,
+    find_input,
+    open_place,
+    read_manifest,
+    set_latest,
+)
 
+if TYPE_CHECKING:
+    from infembed_ray.modeling.encoder import InstructionEncoder
+
+FORMAT = 3
+"""Format of the files and facts, part of a version's identity."""
+CHANGES = "changes"
+"""Directory beside the versions, with the write-ahead log of each lineage."""
 _DELETED = ".deleted"
 """End of the name of a version that is being deleted."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class IndexFacts:
+    """The facts of an index, stored under `index` in its manifest.
+
+    Attributes:
+        encoder: `InstructionEncoder.fingerprint()` of the encoder that built it.
+        model: directory or hub name of that encoder at build time.
+        template: how the encoder joins instruction and query; informational, the fingerprint covers it.
+        dimension: of the vectors.
+        dimensions: to load the encoder with (`InstructionEncoder.from_pretrained(dimensions=...)`).
+        metadata: columns of the passages besides id and text.
+        lineage: identity of the first version; versions of a lineage share their write-ahead log.
+        folded: sequence of the last change that the shards include.
+    """
+
+    encoder: str
+    model: str
+    template: str
+    dimension: int
+    dimensions: int | None = None
+    passages: int
+    metadata: Mapping[str, FieldType] = field(default_factory=dict)
+    shards: Sequence[ShardFacts]
+    lineage: str
+    folded: int = 0
+    format: int = FORMAT
+
+    @property
+    def vectors(self) -> Precision:
+        """Precision of the vectors."""
+        return self.shards[0].vectors
+
+    @property
+    def lexical(self) -> bool:
+        """Whether its shards have a lexical index."""
+        return bool(self.shards) and all(shard.lexical for shard in self.shards)
+
+    @property
+    def recall_at_10(self) -> float:
+        """Mean over the shards, weighted by passages."""
+        recalled = sum(shard.recall_at_10 * shard.passages for shard in self.shards)
+        return round(recalled / self.passages, 4) if self.passages else 1.0
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files."""
+        return sum(shard.bytes for shard in self.shards)
+
+    @classmethod
+    def of_build(
+        cls,
+        encoder: InstructionEncoder,
+        model: str,
+        settings: IndexSettings,
+        shards: Sequence[ShardFacts],
+        lineage: str,
+        passages: int,
+    ) -> IndexFacts:
+        """The facts of an index that was built from a corpus, the first of its lineage."""
+        return cls(
+            encoder=encoder.fingerprint(),
+            model=model,
+            template=encoder.text.template,
+            dimension=encoder.dimension,
+            dimensions=settings.dimensions,
+            passages=passages,
+            metadata=settings.metadata,
+            shards=shards,
+            lineage=lineage,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The facts for the manifest, with the totals over the shards. An external engine has no shards and measures nothing."""
+        totals = {"recall_at_10": self.recall_at_10, "bytes": self.bytes} if self.shards else {}
+        return {**asdict(self), **totals}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> IndexFacts:
+        """Inverse of `as_json`."""
+        own = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        return cls(**{**own, "shards": [ShardFacts.from_json(shard) for shard in values["shards"]]})
+
+    @classmethod
+    def read(cls, root: Place, name: str = "index") -> IndexFacts:
+        """Read the facts of a published index.
+
+        Raises:
+            InputError: it is no index, its format is not supported, or its manifest is damaged.
+        """
+        return cls.of_manifest(read_manifest(root, name), root, name)
+
+    @classmethod
+    def of_manifest(cls, manifest: Mapping[str, Any], root: object, name: str = "index") -> IndexFacts:
+        """As `read`, of a manifest that was read already."""
+        if "index" not in manifest:
+            stage = manifest.get("stage", "another program")
+            raise InputError.of(name, root, f"the output of `{stage}`", "give one of `infembed index`")
+        if (written := manifest["index"].get("format")) != FORMAT:
+            code = manifest.get("code_version", "another version")
+            raise InputError.of(
+                name, root, f"an index of format {written}, written by {code}", "build it again with `infembed index`"
+            )
+        try:
+            return cls.from_json(manifest["index"])
+        except (TypeError, KeyError) as error:
+            fault = f"{MANIFEST} does not describe an index ({error})"
+            raise InputError.of(name, root, fault, "restore it, or build the index again") from error
+
+    def require_encoder(self, fingerprint: str, place: object) -> None:
+        """Raise InputError unless this encoder built the index at a place."""
+        if fingerprint != self.encoder:
+            raise InputError.of(
+                "index",
+                place,
+                f"built by another encoder ({self.encoder}, {self.model}) than the one given ({fingerprint})",
+                "build it again with this encoder, or use the one that built it",
+            )
+
+
 @dataclass(frozen=True)
-class Version:
+class IndexVersion:
     """A published version.
 
     Attributes:
         id: name of its directory, which is its identity unless it was copied.
-        created: in ISO 8601.
-        current: whether `latest` names it.
+        current: whether `latest`, or the alias in an external engine, names it.
     """
 
     id: str
-    created: str
+    manifest: Mapping[str, Any]
     facts: IndexFacts
     current: bool
 
+    @property
+    def created(self) -> str:
+        """Time of its build, in ISO 8601."""
+        return str(self.manifest.get("created", ""))
 
-def versions(output: str | Path) -> list[Version]:
+
+def change_log(root: Place, facts: IndexFacts) -> ChangeLog:
+    """The write-ahead log of a published index."""
+    return ChangeLog(root.parent / CHANGES / facts.lineage, facts.metadata, facts.dimension, len(facts.shards))
+
+
+def versions(output: str | Place) -> list[IndexVersion]:
     """All usable versions in an output, a directory or an object-store URI, the oldest first.
 
     Raises:
         InputError: there is no such directory.
     """
-    root = _root(output)
+    root = open_place(output, "index") if isinstance(output, str) else output
+    if isinstance(root, Path) and not root.is_dir():
+        raise InputError.of("index", output, "no such directory", "give the output of `infembed index`")
     current = (read_text(root / LATEST) or "").strip()
-    found = []
-    for directory in published(root):
+    usable = []
+    for place in _places(root):
         try:
-            manifest = read_manifest(directory, "index")
-            facts = IndexFacts.of_manifest(manifest, directory)
-        except InputError as fault:  # the output of another stage, or an old format
+            manifest = read_manifest(place, "index")
+            facts = IndexFacts.of_manifest(manifest, place)
+        except InputError as fault:  # the output of another stage, or another format
             say(f"index versions: left out: {fault}")
             continue
-        found.append(Version(directory.name, str(manifest.get("created", "")), facts, directory.name == current))
-    return sorted(found, key=lambda version: (version.created, version.facts.folded, version.id))
+        usable.append(IndexVersion(place.name, manifest, facts, place.name == current))
+    return sorted(usable, key=lambda version: (version.created, version.facts.folded, version.id))
+
+
+def _places(root: Place) -> list[Place]:
+    """The published outputs below a place: its directories with a manifest, without hidden ones."""
+    names = root.folders() if isinstance(root, Folder) else [file.parent.name for file in root.glob(f"*/{MANIFEST}")]
+    return [root / name for name in names if not name.startswith(".") and (root / name / MANIFEST).is_file()]
 
 
 def use(output: str | Path, version: str) -> None:
@@ -70,67 +227,23 @@ def use(output: str | Path, version: str) -> None:
     Raises:
         InputError: there is no such version, or one of its files or changes is missing or corrupted; `latest` is kept.
     """
-    root = _root(output)
-    meant = chosen(version, [found.id for found in versions(output)], root)
+    root = open_place(str(output), "index")
+    meant = chosen(version, [usable.id for usable in versions(root)], root)
     verify(address(root / meant))
     set_latest(root, meant)
 
 
-def chosen(version: str, known: Sequence[str], root: object) -> str:
-    """The version in `root` whose id is given, or begins with what is given.
+def chosen(version: str, ids: Sequence[str], root: object) -> str:
+    """The one of the `ids` in `root` that is `version`, or begins with it.
 
     Raises:
         InputError: there is none, or there are several.
     """
-    meant = [version] if version in known else [id for id in known if id.startswith(version)] if version else []
+    meant = [version] if version in ids else [id for id in ids if id.startswith(version)] if version else []
     if len(meant) != 1:
-        fault = "several versions begin with it" if meant else "no such version"
-        raise InputError(f"version={version}: {fault} in {root}; it has {', '.join(meant or known) or 'none'}")
+        fault = f"{'several versions begin with it' if meant else 'no such version'} in {root}"
+        raise InputError.of("version", version, fault, f"it has {', '.join(meant or ids) or 'none'}")
     return meant[0]
-
-
-def prune(version: Place, keep: int | None = None) -> None:
-    """Delete the oldest versions of a lineage, and the changes that all versions left have folded in.
-
-    Any version that is served must be among those left. While a version cannot be read, the changes stay.
-
-    Args:
-        version: one of the lineage, which stays, as `latest` does.
-        keep: versions to keep, the newest; None: all.
-
-    Raises:
-        InputError, OSError: a file cannot be deleted.
-    """
-    root, lineage = version.parent, IndexFacts.read(version).lineage
-    if isinstance(root, Path):  # what an interrupted deletion left
-        for left in root.glob(f".*{_DELETED}"):
-            shutil.rmtree(left)
-    every = versions(address(root))
-    of_lineage = sorted(
-        (found for found in every if found.facts.lineage == lineage),
-        key=lambda found: (found.facts.folded, found.created),
-    )
-    old = [] if keep is None else [v for v in of_lineage[:-keep] if not v.current and v.id != version.name]
-    for gone in old:
-        with errors_at(root, "index"):
-            _delete(root, gone.id)
-        say(f"index: deleted version {gone.id} (keep_versions={keep})")
-    kept = [found for found in of_lineage if found not in old]
-    if len(every) == len(published(root)) + len(old):
-        log = change_log(version, kept[0].facts)
-        if pruned := log.prune(min(found.facts.folded for found in kept)):
-            say(f"index: deleted {counted(pruned, 'segment')} of changes, which all versions have folded in")
-
-
-def _delete(root: Place, version: str) -> None:
-    """Delete a version, so that an interruption leaves none that looks whole."""
-    if isinstance(root, Path):
-        doomed = root / f".{version}{_DELETED}"
-        (root / version).rename(doomed)
-        shutil.rmtree(doomed)
-    else:
-        (root / version).delete(MANIFEST)
-        (root / version).clear()
 
 
 def verify(index: str | Path) -> int:
@@ -160,10 +273,124 @@ def verify(index: str | Path) -> int:
     return facts.bytes
 
 
-def _root(output: str | Path) -> Place:
-    if is_uri(str(output)):
-        return Folder.open(str(output), "index")
-    root = local_path(str(output), "index")
-    if not root.is_dir():
-        raise InputError(f"index={output}: no such directory; give the output of `infembed index`")
-    return root
+def prune(version: Place, keep: int | None = None) -> None:
+    """Delete the oldest versions of a lineage, and the changes that all versions left have folded in.
+
+    Any version that is served must be among those left. While a version cannot be read, the changes stay.
+
+    Args:
+        version: one of the lineage, which stays, as `latest` does.
+        keep: versions to keep, the newest; None: all.
+
+    Raises:
+        InputError, OSError: a file cannot be deleted.
+    """
+    root, lineage = version.parent, IndexFacts.read(version).lineage
+    if isinstance(root, Path):  # what an interrupted deletion left
+        for left in root.glob(f".*{_DELETED}"):
+            shutil.rmtree(left)
+    usable = versions(root)
+    of_lineage = sorted(
+        (each for each in usable if each.facts.lineage == lineage), key=lambda each: (each.facts.folded, each.created)
+    )
+    old = [] if keep is None else [v for v in of_lineage[:-keep] if not v.current and v.id != version.name]
+    for gone in old:
+        with errors_at(root, "index"):
+            _delete(root, gone.id)
+        say(f"index: deleted version {gone.id} (keep_versions={keep})")
+    kept = [each for each in of_lineage if each not in old]
+    if len(usable) == len(_places(root)) + len(old):
+        log = change_log(version, kept[0].facts)
+        if pruned := log.prune(min(each.facts.folded for each in kept)):
+            say(f"index: deleted {counted(pruned, 'segment')} of changes, which all versions have folded in")
+
+
+def _delete(root: Place, version: str) -> None:
+    """Delete a version, so that an interruption leaves none that looks whole."""
+    if isinstance(root, Path):
+        doomed = root / f".{version}{_DELETED}"
+        (root / version).rename(doomed)
+        shutil.rmtree(doomed)
+    else:
+        (root / version).delete(MANIFEST)
+        (root / version).clear()
+
+
+# ------------------------------------------------------------------------------------------------- before a build
+
+
+def finished(step: Step) -> Published | None:
+    """The version that an earlier run of the step published, or the newest that was compacted from it; None if there is none.
+
+    A damaged one is moved aside first.
+
+    Raises:
+        LogFault: the versions were deleted, and their log, which a new version would read, lacks its first changes.
+    """
+    if step.remote is None and (step.path / MANIFEST).is_file() and (damage := _damage(step.path)):
+        aside = step.root / f".{step.identity}.damaged-{secrets.token_hex(4)}"
+        step.path.rename(aside)
+        say(f"index: a damaged version is moved to {aside.name} and built again: {damage}")
+        return None
+    for newest in compacted_from(step):
+        if damage := _damage(newest):
+            say(f"index: {newest.name} is left out: {damage}")
+            continue
+        set_latest(step.place, newest.name)
+        say(f"index: {newest.name} was compacted from this build, with the changes made through the API")
+        return as_published(newest)
+    if (done := step.finished()) is None:
+        try:
+            ChangeLog(step.place / CHANGES / step.identity, {}, 0).check(0)
+        except LogFault as fault:
+            raise LogFault(f"{fault}; if you deleted all versions of this log, delete it, too") from fault
+    return done
+
+
+def _damage(version: Place) -> InputError | None:
+    """What is wrong with the files of a version. Those in an object store are not read."""
+    try:
+        for shard in IndexFacts.read(version).shards if isinstance(version, Path) else ():
+            verify_shard(version, shard)
+    except InputError as damage:
+        return damage
+    return None
+
+
+def as_published(version: Place) -> Published:
+    """Describe a version that an earlier run published."""
+    manifest = read_manifest(version, "index")
+    if isinstance(version, Folder):
+        return Published(Path(version.name), manifest, fresh=False, uri=version.uri)
+    return Published(version, manifest, fresh=False)
+
+
+def compacted_from(step: Step) -> list[Place]:
+    """The versions that were compacted from the one of a step, the newest first."""
+    compacted = []
+    with errors_at(step.place, "output"):
+        for place in _places(step.place):
+            with contextlib.suppress(InputError):  # the output of another stage, or damaged
+                manifest = read_manifest(place, "index")
+                facts = IndexFacts.of_manifest(manifest, place)
+                if facts.lineage == step.identity != manifest["identity"]:
+                    original = place.name == manifest["identity"]  # not a copy
+                    compacted.append(((facts.folded, str(manifest["created"]), original), place))
+    return [place for _, place in sorted(compacted, key=lambda version: version[0], reverse=True)]
+
+
+def latest_of(step: Step) -> tuple[Place, IndexFacts] | None:
+    """The version in the output of a step that `latest` names, and its facts; None if there is none."""
+    with contextlib.suppress(InputError):
+        root = find_input(address(step.place), "index")
+        return root, IndexFacts.read(root)
+    return None
+
+
+def warn_of_changes(step: Step) -> None:
+    """Warn if the version that is served has changes that a build will not have."""
+    if (latest := latest_of(step)) and latest[1].lineage != step.identity and (last := change_log(*latest).last()):
+        say(
+            f"index: {latest[0].name} has {counted(last, 'segment')} of changes made through the API; this build has only the "
+            "corpus (`infembed index compact` keeps the changes)"
+        )

@@ -1,9 +1,7 @@
-"""What the steps of a build leave behind for the next ones: sorted passages and their vectors.
+"""What the steps of a build leave behind for the next ones: partitioned rows, sorted passages and vectors.
 
-They do not depend on the index type and outlive interrupted and failed builds. Builds of the same passages and vectors share
-them, one at a time. They lie in a directory that all nodes see, or, for an output in an object store, in a folder there. A file
-appears whole or not at all, so one that is there is finished. Sorted passages are one record batch a chunk: an actor that
-encodes a chunk reads only these bytes.
+They do not depend on the index type and outlive interrupted builds. A file appears whole or not at all, so one that is there is
+finished. Sorted passages are one record batch per chunk: an actor that encodes a chunk reads only these bytes.
 """
 
 from __future__ import annotations
@@ -11,21 +9,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from infembed_ray.config.retrieval import IndexSettings, Precision
-from infembed_ray.retrieval.passages import write_passages
-from infembed_ray.retrieval.reuse import NEW, Base
-from infembed_ray.retrieval.shard_files import PASSAGES_FILE, VECTORS_FILE
-from infembed_ray.retrieval.shards import write_vectors
-from infembed_ray.retrieval.spool import spool_file
+from infembed_ray.config.retrieval import FieldType, IndexSettings
+from infembed_ray.errors import InputError
+from infembed_ray.progress import say
+from infembed_ray.retrieval import corpus
+from infembed_ray.retrieval.passages import position, schema, take, write_passages
+from infembed_ray.retrieval.shard_files import PASSAGES_FILE, VECTORS_FILE, ShardFacts, verify_local
+from infembed_ray.retrieval.shards import Shard, shards_of, write_vectors
 from infembed_ray.storage import durable
 from infembed_ray.storage.leases import lease
 from infembed_ray.storage.object_store import room
@@ -38,48 +40,56 @@ from infembed_ray.storage.places import (
     open_binary,
     read_binary,
     read_json,
-    read_text,
     write_json,
 )
 from infembed_ray.storage.steps import Step
 
 CHUNK_PASSAGES = 512
-"""Least passages of a chunk: enough to batch by length; an interruption loses one chunk per actor."""
+"""Minimum passages of a chunk: enough to batch by length; an interruption loses one chunk per actor."""
 ENCODED = "encoded"
-BASE_FILE = "base.json"
-NEW_FILE = "new.json"
-REUSED_FILE = "reused.int64"
+REUSED_FILE = "reused.vectors"
 SIZES_FILE = "sizes.json"
 SPOOL = "spool"
 _MAX_CHUNK_PASSAGES = 8192
 _MAX_CHUNKS = 10_000
 """Chunks of a corpus, beyond which they become larger."""
-_LAYOUT = 3
+_ROWS_AT_ONCE = 8192
+_LAYOUT = 4
 """Version of these files. Builds of another version do not resume from them."""
+
+
+class DuplicateId(InputError):
+    """Two rows of a corpus have one id."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows `start` to `start + count` of a shard's passages, of which `new` are encoded, together.
-
-    `number` counts the chunks of the shard.
-    """
+    """Rows `start` to `start + count` of a shard's passages, which are encoded together. `number` counts those of the shard."""
 
     shard: int
     number: int
     start: int
     count: int
-    new: int
 
     @property
     def name(self) -> str:
-        """Name of the file of the vectors that are encoded."""
-        return f"{shard_name(self.shard)}/{ENCODED}/{self.start:010d}-{self.new}.npy"
+        """Begin of the name of the file with its vectors; the number of passages that were encoded follows."""
+        return f"{shard_name(self.shard)}/{ENCODED}/{self.start:010d}"
 
 
-def chunk_rows(total: int) -> int:
-    """Most rows of a chunk of a corpus of `total` passages."""
-    return max(CHUNK_PASSAGES, min(_MAX_CHUNK_PASSAGES, total // _MAX_CHUNKS))
+def chunks_of(sizes: Sequence[int]) -> list[Chunk]:
+    """The chunks of all shards, in order."""
+    rows = chunk_rows(sizes)
+    return [
+        Chunk(shard, number, start, min(rows, size - start))
+        for shard, size in enumerate(sizes)
+        for number, start in enumerate(range(0, size, rows))
+    ]
+
+
+def chunk_rows(sizes: Sequence[int]) -> int:
+    """Maximum rows of a chunk of a corpus with these shards."""
+    return max(CHUNK_PASSAGES, min(_MAX_CHUNK_PASSAGES, sum(sizes) // _MAX_CHUNKS))
 
 
 def shard_name(shard: int) -> str:
@@ -87,39 +97,143 @@ def shard_name(shard: int) -> str:
     return f"shard-{shard:05d}"
 
 
+def partition(
+    files: Iterable[Place],
+    columns: Mapping[str, str],
+    metadata: Mapping[str, FieldType],
+    shards: int,
+    directory: Path,
+) -> tuple[list[int], set[str]]:
+    """Write the rows of files of a corpus to one Arrow file per shard in a directory, which is cleared first.
+
+    Args:
+        columns: column name of the index -> column name in the corpus.
+
+    Returns:
+        Passages of each shard, and the names of the columns of all rows.
+
+    Raises:
+        InputError: a file cannot be read, or a row is invalid; see `corpus.rows`.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    typed, sizes, seen = schema(metadata), np.zeros(shards, np.int64), set[str]()
+    every = itertools.chain.from_iterable(corpus.rows(file, columns, metadata, seen) for file in files)
+    with contextlib.ExitStack() as opened:
+        streams = [opened.enter_context(durable.replacing(directory / f"{shard:05d}.arrow")) for shard in range(shards)]
+        writers = [opened.enter_context(pa.ipc.new_file(stream, typed)) for stream in streams]
+        while some := list(itertools.islice(every, _ROWS_AT_ONCE)):
+            table = pa.table(
+                [pa.array(values, kind) for values, kind in zip(zip(*some, strict=True), typed.types, strict=True)],
+                typed,
+            )
+            owners = shards_of(table.column("id"), shards)
+            counts = np.bincount(owners, minlength=shards)
+            table, start = table.take(pa.array(np.argsort(owners, kind="stable"))), 0
+            for writer, count in zip(writers, counts.tolist(), strict=True):
+                if count:
+                    writer.write_table(table.slice(start, count))
+                start += count
+            sizes += counts
+    return sizes.tolist(), seen
+
+
+def sorted_passages(spooled: Sequence[Path], rows_at_once: int) -> Iterator[pa.Table]:
+    """Yield the passages of a shard by id ascending, `rows_at_once` at a time. Only the ids are held in memory.
+
+    Args:
+        spooled: files of the shard that `partition` wrote, one for each part of the corpus.
+
+    Raises:
+        DuplicateId: two rows have one id.
+    """
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context(pa.memory_map(str(file))) for file in spooled]
+        table = pa.concat_tables([pa.ipc.open_file(file).read_all() for file in files])
+        if not len(table):
+            return
+        order = pc.sort_indices(table.column("id")).to_numpy().astype(np.int64)
+        ids = take(table.select(["id"]), order).column("id").combine_chunks()
+        if (again := pc.index(pc.equal(ids[1:], ids[:-1]), True).as_py()) >= 0:
+            raise DuplicateId.of("corpus", None, f"id {ids[again]} is a duplicate", "ids must be unique")
+        for start in range(0, len(order), rows_at_once):
+            yield take(table, order[start : start + rows_at_once])
+
+
 @dataclass(frozen=True)
-class Work:
-    """The files of a build, in `root`. Every process of the build sees them. Vectors are reused from `base`."""
+class Base:
+    """The older version whose vectors a build reuses: passages whose id and text are in it are not encoded again.
+
+    Passages of both are sorted by id, so a chunk of new ones is compared with one range of old ones.
+    """
 
     root: Place
-    base: Base | None = None
+    shards: tuple[ShardFacts, ...]
+
+    @cached_property
+    def _opened(self) -> dict[int, Shard | None]:
+        return {}
+
+    def _shard(self, number: int) -> Shard | None:
+        """Verify and open a shard, once; None if it is damaged, which the checksums of the new version would hide."""
+        if number not in self._opened:
+            facts = self.shards[number]
+            try:
+                verify_local(self.root, facts)
+                self._opened[number] = Shard.open(self.root, facts)
+            except InputError as damage:
+                say(f"index: no vectors of {facts.name} are reused: {damage}")
+                self._opened[number] = None
+        return self._opened[number]
+
+    def vectors(self, passages: pa.Table, dimension: int) -> np.ndarray:
+        """The vectors of n > 0 passages by id ascending: (n, dimension) float32, NaN for those that are new."""
+        vectors = np.full((len(passages), dimension), np.nan, np.float32)
+        owners = shards_of(passages.column("id"), len(self.shards))
+        for number in np.unique(owners).tolist():
+            if (shard := self._shard(number)) is None:
+                continue
+            own = np.flatnonzero(owners == number)
+            given = passages.take(own)
+            ids = given.column("id")
+            first, last = (position(shard.passages, ids[place].as_py()) for place in (0, -1))
+            some = shard.passages.slice(first, last + 1 - first)
+            places = pc.index_in(ids, some.column("id").combine_chunks())
+            same = pc.equal(given.column("text"), some.column("text").take(places)).fill_null(False).to_numpy()
+            vectors[own[same]] = shard.vectors(first + places.filter(same).to_numpy())
+        return vectors
+
+
+@dataclass(frozen=True)
+class Work:
+    """The files of a build, in `root`, which every process of the build sees.
+
+    Attributes:
+        dimension, precision: of the vectors.
+    """
+
+    root: Place
+    dimension: int
+    precision: str
 
     def sizes(self) -> list[int] | None:
         """The passages of each shard; None before the corpus is partitioned."""
         sizes: list[int] | None = read_json(self.root / SIZES_FILE)
         return sizes
 
-    def choose_base(self, latest: str | None) -> str | None:
-        """The name of the version whose vectors this build reuses: `latest`, unless an interrupted run began with another one, or none."""
-        text = read_text(self.root / BASE_FILE)
-        if text is not None:
-            return json.loads(text)
-        write_json(self.root / BASE_FILE, latest)
-        return latest
-
     def set_sizes(self, sizes: Sequence[int]) -> None:
         """Record that the corpus is partitioned."""
         write_json(self.root / SIZES_FILE, list(sizes))
 
-    def spool(self, part: int) -> AbstractContextManager[Path]:
-        """Give a directory for the unsorted rows of a part of the corpus, which are kept when the block ends."""
+    def spool(self, part: int) -> contextlib.AbstractContextManager[Path]:
+        """Give a directory for the rows of a part of the corpus by shard, which are kept when the block ends."""
         return delivering(self.root / SPOOL / f"{part:05d}")
 
     @contextlib.contextmanager
     def spooled(self, shard: int) -> Iterator[list[Path]]:
         """Give the files with the unsorted rows of a shard, one for each part."""
         spool = self.root / SPOOL
-        names = sorted(name for name in listing(spool) if name.endswith(f"/{spool_file(shard)}"))
+        names = sorted(name for name in listing(spool) if name.endswith(f"/{shard:05d}.arrow"))
         if isinstance(spool, Path):
             yield [spool / name for name in names]
             return
@@ -129,7 +243,7 @@ class Work:
             yield [directory / name for name in names]
 
     def drop_spool(self) -> None:
-        """Delete all unsorted rows."""
+        """Delete the unsorted rows."""
         clear(self.root / SPOOL)
 
     def _file(self, shard: int, name: str) -> Place:
@@ -139,38 +253,20 @@ class Work:
         """Whether the passages of a shard are sorted."""
         return self._file(shard, PASSAGES_FILE).is_file()
 
-    def write_sorted(self, shard: int, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
-        """Write the passages of a shard, from tables of `chunk_rows` rows by id ascending, and the rows of `base` that have them."""
-        known = []
-        with (
-            delivering(self._file(shard, PASSAGES_FILE)) as file,
-            durable.replacing(file) as stream,
-            pa.ipc.new_file(stream, schema) as writer,
-        ):
+    def write_sorted(self, shard: int, typed: pa.Schema, tables: Iterable[pa.Table], base: Base | None) -> None:
+        """Write the passages of a shard, from tables of `chunk_rows` rows by id ascending, and the vectors that `base` has."""
+        with contextlib.ExitStack() as opened:
+            file = opened.enter_context(delivering(self._file(shard, PASSAGES_FILE)))
+            stream = opened.enter_context(durable.replacing(file))  # appears last: `is_sorted` looks for it
+            vectors = None
+            if base is not None:
+                reused = opened.enter_context(delivering(self._file(shard, REUSED_FILE)))
+                vectors = opened.enter_context(durable.replacing(reused))
+            writer = opened.enter_context(pa.ipc.new_file(stream, typed))
             for table in tables:
                 writer.write_table(table.combine_chunks())
-                known.append(np.full(len(table), NEW) if self.base is None else self.base.rows(table))
-            with delivering(self._file(shard, REUSED_FILE)) as reused, durable.replacing(reused) as numbers:
-                numbers.write(np.concatenate([np.empty(0, np.int64), *known]).tobytes())
-            write_json(self._file(shard, NEW_FILE), [int((rows == NEW).sum()) for rows in known])
-
-    def chunks(self, sizes: Sequence[int]) -> list[Chunk]:
-        """The chunks of all shards, in order."""
-        rows = chunk_rows(sum(sizes))
-        return [
-            Chunk(shard, number, start, min(rows, size - start), new)
-            for shard, size in enumerate(sizes)
-            for number, (start, new) in enumerate(zip(range(0, size, rows), self._new(shard), strict=True))
-        ]
-
-    def _new(self, shard: int) -> list[int]:
-        return list(json.loads(read_binary(self._file(shard, NEW_FILE))))
-
-    def reused(self, chunk: Chunk) -> np.ndarray:
-        """The rows of the base that have a chunk's passages, (count,) int64; `NEW` for the others."""
-        with open_binary(self._file(chunk.shard, REUSED_FILE)) as file:
-            file.seek(8 * chunk.start)
-            return np.frombuffer(file.read(8 * chunk.count), np.int64)
+                if base is not None and vectors is not None:
+                    vectors.write(base.vectors(table, self.dimension).astype(self.precision).tobytes())
 
     @contextlib.contextmanager
     def _sorted(self, shard: int) -> Iterator[pa.RecordBatchFileReader]:
@@ -182,41 +278,44 @@ class Work:
         with self._sorted(chunk.shard) as batches:
             return pa.Table.from_batches([batches.get_batch(chunk.number)])
 
-    def new_passages(self, chunk: Chunk) -> pa.Table:
-        """Read the passages of a chunk that are to be encoded."""
-        passages = self.passages(chunk)
-        return passages if chunk.new == chunk.count else passages.filter(pa.array(self.reused(chunk) == NEW))
+    def reused(self, chunk: Chunk) -> np.ndarray:
+        """The vectors of a chunk that are reused, (count, dimension); NaN for the passages to encode."""
+        size = np.dtype(self.precision).itemsize * self.dimension
+        try:
+            with open_binary(self._file(chunk.shard, REUSED_FILE)) as file:
+                file.seek(size * chunk.start)
+                read = np.frombuffer(file.read(size * chunk.count), self.precision)
+        except FileNotFoundError:
+            read = np.full(chunk.count * self.dimension, np.nan, self.precision)
+        return read.reshape(chunk.count, self.dimension).copy()
 
-    def write_encoded(self, chunk: Chunk, vectors: np.ndarray) -> None:
-        """Write the vectors of a chunk."""
-        with delivering(self.root / chunk.name) as file:
-            write_vectors(file, [vectors], len(vectors), vectors.shape[1], str(vectors.dtype))
+    def write_encoded(self, chunk: Chunk, vectors: np.ndarray, new: int) -> None:
+        """Write the vectors of a chunk, of which `new` were encoded."""
+        with delivering(self.root / f"{chunk.name}-{new}.npy") as file:
+            write_vectors(file, [vectors], len(vectors), self.dimension, self.precision)
 
-    def missing(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """The chunks with passages that are not encoded yet."""
-        there = listing(self.root)
-        return [chunk for chunk in chunks if chunk.new and chunk.name not in there]
+    def encoded(self) -> dict[str, int]:
+        """Name of each chunk that has its vectors -> how many of them were encoded."""
+        names = (name[: -len(".npy")].rpartition("-") for name in listing(self.root) if name.endswith(".npy"))
+        return {name: int(new) for name, _, new in names}
 
-    def gather(
-        self, shard: int, chunks: Sequence[Chunk], directory: Path, dimension: int, precision: Precision
-    ) -> None:
-        """Write the passages and the vectors of a shard, with these chunks, into a directory of this machine."""
+    def vectors(self, chunk: Chunk, new: int) -> np.ndarray:
+        """Read the vectors of a chunk, of which `new` were encoded, (count, dimension)."""
+        vectors: np.ndarray = np.load(io.BytesIO(read_binary(self.root / f"{chunk.name}-{new}.npy")))
+        return vectors
+
+    def gather(self, shard: int, chunks: Mapping[Chunk, int], directory: Path) -> None:
+        """Write the passages and the vectors of a shard into a directory of this machine.
+
+        Args:
+            chunks: the chunks of the shard in order -> how many of their passages were encoded.
+        """
         with self._sorted(shard) as batches:
             numbers = range(batches.num_record_batches)
             tables = (pa.Table.from_batches([batches.get_batch(number)]) for number in numbers)
             count = write_passages(directory / PASSAGES_FILE, batches.schema, tables)
-        vectors = (self.vectors(chunk, dimension) for chunk in chunks)
-        write_vectors(directory / VECTORS_FILE, vectors, count, dimension, precision)
-
-    def vectors(self, chunk: Chunk, dimension: int) -> np.ndarray:
-        """Read the vectors of a chunk, encoded and reused, (n, dimension) float32."""
-        vectors = np.empty((chunk.count, dimension), np.float32)
-        rows = self.reused(chunk)
-        if chunk.new:
-            vectors[rows == NEW] = np.load(io.BytesIO(read_binary(self.root / chunk.name)))
-        if self.base is not None:
-            vectors[rows != NEW] = self.base.vectors(rows[rows != NEW], dimension)
-        return vectors
+        vectors = (self.vectors(chunk, new) for chunk, new in chunks.items())
+        write_vectors(directory / VECTORS_FILE, vectors, count, self.dimension, self.precision)
 
     def delete(self) -> None:
         """Delete everything."""
@@ -234,17 +333,16 @@ def work_root(step: Step, settings: IndexSettings) -> Place:
         "dimensions": settings.dimensions,
         "vectors": settings.vectors,
         "layout": [_LAYOUT, CHUNK_PASSAGES],
-        **({} if settings.reuse else {"reuse": False}),  # an interrupted build with reuse may have reused vectors
     }
     name = f".{hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]}.encoded"
     return step.root.resolve() / name if step.remote is None else step.remote.parent / name
 
 
 @contextlib.contextmanager
-def work_directory(step: Step, settings: IndexSettings) -> Iterator[Work]:
+def work_directory(step: Step, settings: IndexSettings, dimension: int) -> Iterator[Work]:
     """Hold the work of these passages and vectors; InputError if another run holds it."""
     root = work_root(step, settings)
     with lease(root.parent, root.name.strip(".").removesuffix(".encoded"), "output", root.parent):
         if isinstance(root, Path):
             root.mkdir(exist_ok=True)
-        yield Work(root)
+        yield Work(root, dimension, settings.vectors)

@@ -17,7 +17,7 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.progress import counted
 from infembed_ray.retrieval.index import Index
-from infembed_ray.retrieval.stores.address import is_address
+from infembed_ray.retrieval.milvus import is_address
 from infembed_ray.serving import startup
 from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.release import (

@@ -25,11 +25,10 @@ from infembed_ray.modeling.checkpoint import find, is_weights, local
 from infembed_ray.ray_cluster import on_a_cluster
 from infembed_ray.records.tables import raw_rows
 from infembed_ray.retrieval.factory import require_gpu_faiss
-from infembed_ray.retrieval.index import Index, IndexFacts
+from infembed_ray.retrieval.index import Index
+from infembed_ray.retrieval.milvus import Milvus, MilvusAddress, is_address
 from infembed_ray.retrieval.shard_files import local_directory
-from infembed_ray.retrieval.stores.address import is_address
-from infembed_ray.retrieval.stores.milvus import Milvus
-from infembed_ray.retrieval.stores.store import Address
+from infembed_ray.retrieval.versions import IndexFacts
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.calibration import require_runnable
 from infembed_ray.serving.encoder.known import describe
@@ -370,7 +369,7 @@ def describe_index(settings: ServeSettings, place: str) -> DescribedIndex:
         InputError: there is no such index, it is damaged, or the external engine cannot be used.
     """
     if is_address(place):
-        engine = Milvus(Address.parse(place, "index", settings.store_token_env))
+        engine = Milvus(MilvusAddress.parse(place, "index", settings.store_token_env))
         version = engine.current()
         if engine.one_writer and settings.shard_replicas > 1:
             fault = f"{place} takes one writer at a time"

@@ -28,10 +28,11 @@ from ray.serve.handle import DeploymentHandle
 from infembed_ray.config.serving import DEFAULT_COLLECTION
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.retrieval.answers import Key, ScoreQuery, ShardAnswer, ShardQuery, ShardRanking
-from infembed_ray.retrieval.index import Index, change_log
+from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shards import Content, Shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import LogFault
+from infembed_ray.retrieval.versions import change_log
 from infembed_ray.serving import startup
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, Embedded, EmptySequence, QueueFull
 from infembed_ray.serving.http.app import RequestLimits, create_app

@@ -13,8 +13,7 @@ import numpy as np
 
 from infembed_ray.retrieval.answers import ScoreQuery, ShardAnswer, ShardQuery
 from infembed_ray.retrieval.filters import FilterError
-from infembed_ray.retrieval.stores.milvus import Milvus
-from infembed_ray.retrieval.stores.store import Address, StoreFault
+from infembed_ray.retrieval.milvus import Milvus, MilvusAddress, StoreFault
 from infembed_ray.retrieval.updates.write_ahead_log import Change
 from infembed_ray.serving.release import IndexArguments
 from infembed_ray.serving.service import Document, ReplicaLost, ShardState
@@ -32,7 +31,7 @@ class StoreSearch:
     """A replica that forwards searches and changes to one version in an external engine. It searches as `ShardSearch` does."""
 
     def __init__(self, arguments: IndexArguments, number: int) -> None:
-        address = Address.parse(arguments.index, "index", arguments.settings.store_token_env)
+        address = MilvusAddress.parse(arguments.index, "index", arguments.settings.store_token_env)
         self._store = Milvus(address, arguments.settings.request_timeout_s).open(arguments.version)
         self._threads = ThreadPoolExecutor(SEARCHES, "search")
         self._writer = ThreadPoolExecutor(1, "write")  # Milvus Lite takes one writer at a time

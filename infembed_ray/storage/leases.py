@@ -1,12 +1,7 @@
-"""Leases: one writer at a time, in a local directory or in an object store.
+"""Leases: one writer at a time. In a local directory a lease is a file lock; in an object store it is the object `.NAME.lease`.
 
-A local lease is a file lock (`durable.exclusive_lock`), which the kernel releases when its process ends. An object store has
-no locks. There a lease is the object `.NAME.lease`, created conditionally. It holds its owner and a duration; its owner renews
-it by compare-and-swap at a third of the duration, and deletes it at the end.
-
-The lease of a dead writer is taken over by compare-and-swap when it has not been renewed for its duration. Its age is the
-difference of two times of the store's clock, so skew between machines has no effect. Only the wait that is left is measured
-by the machine itself.
+Its owner renews the object by compare-and-swap at a third of its duration. Another process takes over one that was not renewed
+for its duration, by two times of the store's clock, so skew between machines has no effect.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """Object stores: folders at `s3://`, `gs://` and `abfs://` URIs.
 
-Bulk bytes go through pyarrow's clients. Conditional writes of small control objects (manifests, `latest`, leases) go
-through obstore, because pyarrow has none.
-
-Module `store_clients` says how both find their credentials.
-
-A single object is written atomically, but a store cannot rename. A writer of several objects writes the one that marks
-them complete last.
+Bulk bytes go through pyarrow's clients, conditional writes of small control objects (manifests, `latest`, leases) through
+obstore's. A store cannot rename: a writer of several objects writes the one that marks them complete last.
 """
 
 from __future__ import annotations

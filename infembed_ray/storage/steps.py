@@ -1,14 +1,7 @@
-"""Outputs of steps: directories that are published atomically and found again by the hash of their inputs and settings.
+"""Outputs of steps: directories `OUTPUT/<identity>`, published atomically and found again by the hash of inputs and settings.
 
-A step's output is `OUTPUT/<identity>`. The identity is a hash of the stage, its settings and the contents of its inputs, so a
-second run with the same inputs and settings finds the output and does nothing. The directory is written beside its final
-name and renamed once its `manifest.json` is on disk. `OUTPUT/latest` names the newest output; a setting may name `OUTPUT`
-itself, and `resolve` follows `latest`.
-
-An object store cannot rename. An output for one is written to a scratch directory of this machine (`object_store.scratch`),
-then uploaded to `OUTPUT/<identity>`. Workers may also write there directly. `manifest.json` is created last, conditionally,
-and `latest` is moved after it by compare-and-swap. An output without a manifest is incomplete. Inputs are downloaded to the
-scratch directory once, and again when they change. A lease (`leases.lease`) keeps two writers of one output apart.
+A directory is renamed once its `manifest.json` is on disk. In an object store, which cannot rename, `manifest.json` is created
+last, conditionally, and `OUTPUT/latest` is moved after it by compare-and-swap: an output without a manifest is incomplete.
 """
 
 from __future__ import annotations

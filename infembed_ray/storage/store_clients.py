@@ -1,10 +1,7 @@
 """Clients of object stores: pyarrow's for bulk bytes, obstore's for conditional writes.
 
-Both read credentials and regions from the environment, under the names that each cloud's own tools use
-(`AWS_ACCESS_KEY_ID`, `AWS_REGION`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_CLIENT_ID`, ...), and both find the identity of the
-machine or pod. For AWS's credential files (`AWS_PROFILE`, single sign-on) obstore needs boto3. `AWS_ENDPOINT_URL` names another
-S3-compatible store, and so does a URI: `s3://bucket/path?endpoint_override=minio:9000&scheme=http`. On Azure, both also take the
-key or the token of a storage account: `AZURE_STORAGE_ACCOUNT_KEY`, `AZURE_STORAGE_SAS_TOKEN`.
+Both read credentials and regions from the environment, under the names that each cloud's own tools use, and find the identity of
+the machine or pod. A URI names another S3-compatible store: `s3://bucket/path?endpoint_override=minio:9000&scheme=http`.
 """
 
 from __future__ import annotations

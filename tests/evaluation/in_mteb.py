@@ -37,42 +37,9 @@ def mteb_class(name):
     return type(mteb.get_task(name))
 
 
-def mair(mirror):
-    """Make a task of mteb over the files of DD-15, because mteb has no MAIR."""
-    from datasets import load_dataset
-    from mteb.abstasks import AbsTaskRetrieval
-    from mteb.abstasks.task_metadata import TaskMetadata
-
-    class Mair(AbsTaskRetrieval):
-        metadata = TaskMetadata(
-            name="MAIRDD15",
-            description="MAIR, DD-15",
-            dataset={"path": "", "revision": "local"},
-            type="InstructionRetrieval",
-            category="t2t",
-            eval_splits=["test"],
-            eval_langs=["eng-Latn"],
-            main_score="ndcg_at_10",
-        )
-
-        def load_data(self, **kwargs):
-            rows = load_dataset(self.metadata.dataset["path"], "DD_2015", split="queries")
-            documents = load_dataset(str(mirror / published.MAIR_DOCS), "DD_2015", split="docs")
-            split = {
-                "corpus": documents.rename_column("doc", "text"),
-                "queries": rows.rename_columns({"qid": "id", "query": "text"}).remove_columns("labels"),
-                "relevant_docs": {row["qid"]: {label["id"]: label["score"] for label in row["labels"]} for row in rows},
-                "top_ranked": None,
-            }
-            self.dataset, self.data_loaded = {"default": {"test": split}}, True
-
-    return Mair
-
-
 def in_mteb(name, mirror):
     """Make mteb's task over the files of one of our tasks."""
-    original = mair(mirror) if name == "mair/dd-15" else mteb_class(NAMES[name])
-    return mteb_task(original, mirror / catalogue.TASKS[name].sources[0].repository)()
+    return mteb_task(mteb_class(NAMES[name]), mirror / catalogue.TASKS[name].repositories[0])()
 
 
 def theirs(task, encoder):

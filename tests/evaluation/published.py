@@ -265,14 +265,6 @@ def _write_mteb(directory: Path, configs: Mapping[str, tuple[str, list[dict[str,
     _write_card(directory, card)
 
 
-def write_card(directory: Path, files: Sequence[tuple[str, str, str]]) -> None:
-    """Write a card from configuration, split and pattern of each split."""
-    configs: dict[str, dict[str, str]] = {}
-    for config, split, pattern in files:
-        configs.setdefault(config, {})[split] = pattern
-    _write_card(directory, configs)
-
-
 def _write_card(directory: Path, configs: Mapping[str, Mapping[str, str]]) -> None:
     """Write a card from configuration -> split -> pattern of its files."""
     listed = [

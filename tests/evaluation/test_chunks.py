@@ -7,7 +7,7 @@ import pytest
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import chunks
-from infembed_ray.evaluation.chunks import Pairs, Passages, Queries, share, shared
+from infembed_ray.evaluation.chunks import of_pairs, of_passages, of_queries, share, shared
 from infembed_ray.evaluation.tasks.corpus import mapped
 from infembed_ray.evaluation.tasks.task import CORPUS, Query
 from infembed_ray.storage.object_store import SCRATCH, Folder
@@ -66,11 +66,11 @@ def test_a_converted_corpus_is_linked_and_not_written_again(tmp_path, monkeypatc
 
 def test_chunks_cover_all_passages_and_queries_in_order(small, tmp_path):
     file = share(corpus(10, 3), tmp_path)
-    parts = Passages.divide(file)
+    parts = of_passages(file)
     assert [part.size for part in parts] == [4, 4, 2]
     assert [text for part in parts for _, text in part.texts()] == corpus(10, 10)["text"].to_pylist()
     queries = [Query(str(n), "q" * n, "i" if n else None) for n in range(5)]
-    asked = Queries.divide(queries)
+    asked = of_queries(queries)
     assert [q for part in asked for q in part.queries] == queries
     assert [row.tolist() for part in asked for row in part.compute(Lengths())] == [[n, min(n, 1)] for n in range(5)]
     assert [len(part.compute(Lengths())) for part in parts] == [4, 4, 2]
@@ -78,8 +78,8 @@ def test_chunks_cover_all_passages_and_queries_in_order(small, tmp_path):
 
 def test_pairs_do_not_depend_on_the_order_of_a_ranking(small, tmp_path):
     file = share(corpus(12, 5), tmp_path)
-    parts = Pairs.divide(Query("1", "ab"), file, [9, 10, 0, 3])
-    assert parts == Pairs.divide(Query("1", "ab"), file, [3, 0, 10, 9])
+    parts = of_pairs(Query("1", "ab"), file, [9, 10, 0, 3])
+    assert parts == of_pairs(Query("1", "ab"), file, [3, 0, 10, 9])
     assert [part.rows for part in parts] == [(0, 3, 9), (10,)]
     assert parts[1].texts() == [("pair", "ab", None, "text 10")]
     assert np.concatenate([part.compute(Lengths()) for part in parts]).tolist() == [12, 12, 12, 14]
@@ -90,16 +90,16 @@ def test_pairs_are_read_from_a_corpus_larger_than_one_array(monkeypatch):
     large = pa.table({"text": pa.chunked_array([part] * 600)})  # 2.5 GB, of which 4 MB are there
     monkeypatch.setattr(chunks, "shared", lambda file: large)
     held = pa.total_allocated_bytes()
-    (pairs,) = Pairs.divide(Query("1", "ab"), Path("corpus"), [5, 1024 * 599 + 7])
+    (pairs,) = of_pairs(Query("1", "ab"), Path("corpus"), [5, 1024 * 599 + 7])
     assert [text[:4] for *_, text in pairs.texts()] == ["0005", "0007"]
     assert pa.total_allocated_bytes() - held < 1 << 20
 
 
 def test_a_text_as_query_and_as_passage_has_two_embeddings(small, tmp_path):
     table = pa.table({"id": ["a"], "text": ["same"]}, schema=CORPUS)
-    (passage,), (query,) = Passages.divide(share(table, tmp_path)), Queries.divide([Query("q", "same")])
+    (passage,), (query,) = of_passages(share(table, tmp_path)), of_queries([Query("q", "same")])
     assert passage.texts() != query.texts()
-    assert Queries.divide([Query("q", "same", "under one")])[0].texts() != query.texts()
+    assert of_queries([Query("q", "same", "under one")])[0].texts() != query.texts()
 
 
 def test_a_corpus_in_an_object_store_is_copied_once_to_each_node(bucket, tmp_path, monkeypatch):

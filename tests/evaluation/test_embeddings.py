@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import embeddings
 from infembed_ray.evaluation.embeddings import Store, digest
 from infembed_ray.storage.object_store import Folder
 from infembed_ray.storage.places import read_binary
@@ -28,14 +27,6 @@ def test_an_array_is_keyed_by_texts_and_model(tmp_path):
     np.testing.assert_array_equal(again.read(again.file(["x", "y"]), 2), array)
     for other, asked in ((store, ["y", "x"]), (store, ["xy"]), (Store(tmp_path, "model b"), ["x", "y"])):
         assert other.read(other.file(asked), 2) is None
-
-
-def test_a_stored_file_is_a_npy_file_to_numpy(tmp_path):
-    store = Store(tmp_path, "model")
-    array = np.ones((3, 2), dtype=np.float32)
-    store.write(store.file(["x"]), array)
-    np.testing.assert_array_equal(np.load(store.file(["x"]), mmap_mode="r"), array)
-    assert [file.suffix for file in store.directory.rglob("*") if file.is_file()] == [".npy"]
 
 
 def without_checksum(content):
@@ -98,16 +89,3 @@ def test_an_array_that_is_missing_or_damaged_stops_the_search_that_reads_it(buck
     arrays = store.read_all([(whole, 2), (broken, 2)])
     with pytest.raises(InputError, match=r"embeddings=s3://.*npy: missing or damaged"):
         list(arrays)
-
-
-def test_few_arrays_are_read_ahead(tmp_path, monkeypatch):
-    store = Store(tmp_path, "model")
-    files = [store.file([str(number)]) for number in range(50)]
-    for file in files:
-        store.write(file, np.ones((1, 1)))
-    read = []
-    monkeypatch.setattr(embeddings, "read_binary", lambda file: read.append(file) or file.read_bytes())
-    arrays = store.read_all([(file, 1) for file in files])
-    for number in range(1, 20):
-        next(arrays)
-        assert len(read) <= number + embeddings._AHEAD

@@ -49,7 +49,7 @@ def test_a_model_within_all_limits_passes():
             "p-MRR above the base's, shuffled instructions, is +2.0, must be within +- 1",
         ),
         ({}, {GENERIC: {"p-MRR": -0.05}}, "p-MRR above the base's, generic instructions, is -2.0, must be within +- 1"),
-        ({"pairs reversed": 0.699}, {}, "labelled pairs reversed by the inverse is 69.9, must be >= 70"),
+        ({"pairs reversed": 0.699}, {}, "labelled pairs reversed by the inverse is +69.9, must be >= 70"),
         (
             {},
             {PARAPHRASED: {"nDCG@10 original": 0.875}},

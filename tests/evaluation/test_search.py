@@ -91,25 +91,7 @@ def test_ids_may_be_arrow_chunks_and_unknown_candidates_are_ignored():
     assert exact_search(queries, corpus, chunks, candidates=[["no such document"], [ids[3]]])[0] == {}
 
 
-def test_exact_search_over_several_real_blocks_of_unit_vectors():
-    rng = np.random.default_rng(0)
-    corpus = rng.normal(size=(2 * search.CORPUS_BLOCK + 5, 8)).astype(np.float32)
-    corpus /= np.linalg.norm(corpus, axis=1, keepdims=True)
-    queries = corpus[[0, search.CORPUS_BLOCK, -1]]
-    ids = [f"{number:06d}" for number in range(len(corpus))]
-    found = exact_search(queries, corpus, ids)
-    assert [next(iter(ranking)) for ranking in found] == [ids[0], ids[search.CORPUS_BLOCK], ids[-1]]
-    for ranking, expected in zip(found, by_lexsort(queries, corpus, ids, 1000), strict=True):
-        assert len(ranking) == search.DEPTH
-        assert list(ranking.values()) == pytest.approx(list(expected.values()), abs=1e-6)
-
-
 def test_zero_and_negative_zero_are_one_score():
     queries = np.array([[1.0, 0.0]], dtype=np.float32)
     corpus = np.array([[-0.0, 1.0], [0.0, 1.0], [-1.0, 0.0]], dtype=np.float32)
     assert list(exact_search(queries, corpus, ["b", "a", "c"])[0]) == ["b", "a", "c"]
-
-
-def test_an_empty_corpus_gives_empty_rankings():
-    empty = np.empty((0, 4), dtype=np.float32)
-    assert exact_search(np.ones((2, 4), dtype=np.float32), empty, []) == [{}, {}]

@@ -53,20 +53,6 @@ def test_p_values_of_few_queries_are_the_exact_ones_of_scipy():
         assert found[model].p == pytest.approx(theirs.pvalue)
 
 
-def test_p_values_of_many_queries_are_near_those_of_scipy():
-    table = values(50, 2, seed=3) - [0, 0.12]
-    theirs = scipy.stats.permutation_test(
-        (table[:, 1], table[:, 0]),
-        lambda a, b, axis: np.mean(a - b, axis=axis),
-        permutation_type="samples",
-        n_resamples=20_000,
-        vectorized=True,
-        rng=np.random.default_rng(1),
-    ).pvalue
-    assert 0.001 < theirs < 0.5
-    assert compare([alone(table)], resamples=20_000)[1].p == pytest.approx(theirs, abs=4 * (theirs / 20_000) ** 0.5)
-
-
 def test_groups_are_resampled_whole_as_in_an_enumeration():
     table, groups = values(7, 2, seed=1), ["a", "a", "b", "c", "c", "c", "d"]
     other, singles = values(3, 2, seed=2), ["x", "y", "z"]
@@ -99,13 +85,6 @@ def test_equal_models_are_not_different():
     table = np.repeat(values(30, 1), 2, axis=1)
     _, same = compare([alone(table)], resamples=500)
     assert (same.difference.value, same.difference.low, same.difference.high, same.p) == (0, 0, 0, 1)
-
-
-def test_the_test_has_its_nominal_error_rate():
-    random = np.random.default_rng(5)
-    p_values = [compare([alone(random.normal(size=(25, 2)))], resamples=199, seed=n)[1].p for n in range(600)]
-    rejected = np.mean(np.array(p_values) <= 0.05)
-    assert abs(rejected - 0.05) < 3.5 * (0.05 * 0.95 / 600) ** 0.5
 
 
 def test_the_same_seed_gives_the_same_numbers_whatever_the_blocks(monkeypatch):

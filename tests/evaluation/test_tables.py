@@ -6,7 +6,6 @@ from infembed_ray.evaluation.paper.results_report import of_evaluation
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.significance import Stratum, compare, holm
 from infembed_ray.evaluation.tables import cells, columns
-from infembed_ray.evaluation.tasks import infir
 from infembed_ray.evaluation.tasks.catalogue import BENCHMARKS
 from infembed_ray.evaluation.tasks.task import Figure
 
@@ -71,27 +70,6 @@ def test_differences_with_a_small_corrected_p_value_are_marked():
     assert 0 < len(marked) < 3
 
 
-def test_the_figures_of_records_fit_one_table_of_100_characters():
-    found = results({"records": infir.FIGURES}, ["MiniLM", "MiniLM + InF-Embed"])
-    _, header, _, *rows = as_text(found).split("\n\n")[0].splitlines()
-    assert header.split()[0] == "model"
-    assert all(figure.name in header for figure in infir.FIGURES)
-    assert len(rows) == 2
-    assert max(map(len, as_text(found).splitlines())) <= 100
-    assert len(as_text(found).split("\n\n")) == 2  # the table, and one line below it
-
-
-def test_columns_are_aligned_and_wide_tables_are_split():
-    text = as_text(followir(["base", "a model of a long name"]))
-    *blocks, _ = text.split("\n\n")
-    assert len(blocks) == 2  # 2 averages and 6 figures
-    for block in blocks:
-        title, header, rule, *rows = block.splitlines()
-        starts = [at for at in range(1, len(rule)) if rule[at - 1] == " " and rule[at] == "-"]
-        assert title == "FollowIR"
-        assert all(line[start - 1] == " " != line[start] for line in (header, *rows) for start in starts)
-
-
 def test_averages_of_a_benchmark_are_unweighted_means_of_its_tasks():
     found = followir(["base", "other"])
     score, p_mrr = columns(found)["FollowIR"][:2]
@@ -100,11 +78,6 @@ def test_averages_of_a_benchmark_are_unweighted_means_of_its_tasks():
     expected = np.mean([means[f"followir/{task}"]["p-MRR"] for task in ("robust04", "news21", "core17")])
     assert cells(found, p_mrr)["other"].compared.mean.value == pytest.approx(expected)
     assert dict(score.parts) == BENCHMARKS["followir"].averages["score"]
-
-
-def test_an_average_needs_all_tasks_of_its_benchmark():
-    found = results({"followir/core17": FIGURES}, ["base"])
-    assert [column.title for column in columns(found)["FollowIR"]] == ["Core17 p-MRR x100", "Core17 nDCG@10 (I-,Q+)"]
 
 
 def test_a_figure_without_values_is_not_available():

@@ -7,6 +7,7 @@ from infembed_ray.config.mining import MineSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks.task import Query
+from infembed_ray.mining import miner
 from infembed_ray.mining.miner import Miner, bound, known_positives, read
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records.tuples import Example
@@ -48,7 +49,7 @@ def cross_encoder(tmp_path_factory):
 
 
 def settings(index, **changes):
-    return MineSettings(**{"records": "-", "index": index, "output": "-", "depth": 20, "negatives": 4, **changes})
+    return MineSettings(**{"records": "-", "index": index, "output": "-", "negatives": 4, **changes})
 
 
 def by_brute_force(chosen, encoder, judge):
@@ -59,7 +60,7 @@ def by_brute_force(chosen, encoder, judge):
         query = encoder.encode_queries(row.query, row.instruction)
         nearest = sorted(range(len(PASSAGES)), key=lambda n: -float(vectors[n] @ query))
         # The copy of a passage takes one of the places, if it is among them.
-        seen = [n for place in nearest for n in ([place] * 2 if place == 3 else [place])][: chosen.depth]
+        seen = [n for place in nearest for n in ([place] * 2 if place == 3 else [place])][: miner.DEPTH]
         positives = {
             p
             for other in ROWS
@@ -88,7 +89,12 @@ def test_the_bound_is_that_of_the_paper(positive, max_share, expected):
     assert bound(positive, max_share) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_share": 0.7}, {"max_share": 1.0}, {"depth": 3}])
+@pytest.fixture(autouse=True)
+def _depth(monkeypatch):
+    monkeypatch.setattr(miner, "DEPTH", 20)
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_share": 0.7}, {"max_share": 1.0}])
 def test_the_encoder_of_the_index_mines_what_brute_force_does(encoder, index, changes):
     chosen = settings(index, **changes)
     made = Miner(chosen, index, None, "cpu").mine(ROWS, known_positives(lambda: ROWS))
@@ -108,7 +114,7 @@ def test_the_encoder_of_the_index_mines_what_brute_force_does(encoder, index, ch
 @pytest.mark.parametrize("kind", ["cross-encoder", "encoder"])
 def test_a_teacher_judges_in_its_place_and_its_scores_are_written(encoder, index, minilm, cross_encoder, kind):
     chosen = settings(index, max_share=0.99)
-    teacher = baselines.resolve("t", cross_encoder if kind == "cross-encoder" else minilm, "query_first")
+    teacher = baselines.resolve("t", cross_encoder if kind == "cross-encoder" else minilm)
     alone = baselines.load(teacher, "cpu", 4096)
     made = Miner(chosen, index, teacher, "cpu").mine(ROWS, known_positives(lambda: ROWS))
 
@@ -130,9 +136,9 @@ def test_a_teacher_judges_in_its_place_and_its_scores_are_written(encoder, index
 
 
 def test_rows_alone_give_what_they_give_together(index):
-    miner = Miner(settings(index), index, None, "cpu")
+    alone = Miner(settings(index), index, None, "cpu")
     known = known_positives(lambda: ROWS)
-    assert [miner.mine([row], known).rows[0] for row in ROWS] == miner.mine(ROWS, known).rows
+    assert [alone.mine([row], known).rows[0] for row in ROWS] == alone.mine(ROWS, known).rows
 
 
 def test_another_encoder_than_that_of_the_index_is_refused(index, minilm, monkeypatch):

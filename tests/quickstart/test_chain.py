@@ -201,15 +201,3 @@ def test_a_port_in_use_is_refused_before_any_work(tmp_path, monkeypatch, capsys)
     assert f"port={port}" in error
     assert error.count("\n") == 1
     assert not (tmp_path / "runs").exists()
-
-
-def test_the_ending_activates_the_environment_that_runs_it_if_the_command_is_not_on_the_path(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
-    (tmp_path / "activate").touch()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    line = f"\nNext:\n  . {tmp_path}/activate\n  infembed serve "
-    assert line in chain.ending(tmp_path, tmp_path / "report.html", 8000)
-    command = tmp_path / "infembed"
-    command.touch()
-    command.chmod(0o755)
-    assert "\nNext:\n  infembed serve " in chain.ending(tmp_path, tmp_path / "report.html", 8000)

@@ -19,17 +19,6 @@ def test_rankings_are_side_by_side_and_the_wanted_passage_is_marked():
     assert "text of c" in text
 
 
-def test_a_long_ranking_fits_100_characters():
-    of_long = Ranking("q", "instruct " * 20, "x", [{"id": "x" * 80, "score": 0.5, "text": "many words " * 50}] * 3)
-    assert max(map(len, side_by_side([of_long, of_long]).splitlines())) == 100
-
-
-def test_only_the_first_three_ranks_are_printed():
-    text = side_by_side([ranking("a", "b", "c", "d")])
-    assert "text of c" in text
-    assert "text of d" not in text
-
-
 def test_obeyed_means_the_wanted_passage_is_first():
     assert ranking("a", "b").obeyed
     assert not Ranking("q", "i", "b", ranking("a", "b").hits).obeyed

@@ -3,7 +3,7 @@ import re
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.tasks.infir import FIGURES, TASK
 from infembed_ray.quickstart.rankings import Ranking
-from infembed_ray.quickstart.report import moves, write_report
+from infembed_ray.quickstart.report import write_report
 from tests.quickstart.test_rankings import ranking
 from tests.support.pages import Page
 
@@ -62,35 +62,11 @@ def test_it_begins_with_the_example_before_and_after_training_without_and_with_t
     assert marked == [[False, True], [False, True], [False, True], [True, False]]
 
 
-def test_each_hit_tells_how_the_instruction_moves_it(tmp_path):
-    without, under = ranking("a", "b", "c", "d"), ranking("c", "a", "e", "d")
-    assert moves(without, under) == {
-        "c": ("up", "up from 3"),
-        "a": ("down", "down from 1"),
-        "e": ("up", "new among the first 4"),
-        "d": ("", "same rank"),
-    }
+def test_each_card_tells_how_the_instruction_moves_the_passage_it_asks_for(tmp_path):
     text = Page(written(tmp_path)).text
     assert "before: the passage asked for has rank 2" in text
     assert "before: the passage asked for stays at rank 2" in text
     assert "after: the passage asked for moves from rank 2 to rank 1" in text
-    assert "up from 2" in text
-    assert "down from 1" in text
-
-
-def test_changes_and_their_significance_are_told_in_words(tmp_path):
-    found = results()
-    for model, values in {"before": range(8), "after": range(2, 10)}.items():
-        found.scores[model][TASK]["MAP@1000"] = {f"q{n}": value / 10 for n, value in enumerate(values)}
-    text = Page(written(tmp_path, found)).text
-    assert (
-        "p-MRR x100 (how far passages move when the instruction changes) rises from 20.0 to 45.0 with after. The 95% interval of the change is +25.0 to +25.0, p = 0.5. "
-        "Not significant at 5%."
-    ) in text  # of two requests, no difference is significant
-    assert "nDCG@10 (I-,Q+) (the query under the poisoned instruction) stays at 0.600 with after" in text
-    assert "nDCG@10 (I+,Q-) (the poisoned query under the instruction) falls from 0.700 to 0.650" in text
-    assert "MAP@1000 (all requests of a record) rises from 0.350 to 0.550 with after." in text
-    assert "+0.200 to +0.200, p = 0.0078. Significant at 5% ." in text
 
 
 def test_it_counts_the_requests_whose_right_passage_is_first(tmp_path):
@@ -114,14 +90,6 @@ def test_bars_and_whiskers_are_drawn_to_scale(tmp_path):
         for bar in bars
     ]
     assert drawn[:2] == [(20.0, 10.0), (45.0, 35.0)]
-
-
-def test_the_axis_reaches_down_to_negative_intervals(tmp_path):
-    text = written(tmp_path, results(**{"p-MRR": {"q1": -0.34, "q2": -0.2}}))
-    assert "bars: -40 to 100" in text
-    bar = re.findall(r'<svg class="bar".*?</svg>', text)[1]
-    assert 'class="zero" x1="28.57"' in bar
-    assert re.search(r'<rect class="fill s0" x="9.29" y="1" width="19.28"', bar)
 
 
 def test_a_measure_over_no_requests_has_no_bar(tmp_path):

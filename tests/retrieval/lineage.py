@@ -10,10 +10,11 @@ import numpy as np
 
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.retrieval import versions
+from infembed_ray.retrieval.build import Tasks
 from infembed_ray.retrieval.compaction import Compaction
-from infembed_ray.retrieval.index import Index, IndexFacts
-from infembed_ray.retrieval.shard_files import clear_finished
+from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, Put
+from infembed_ray.retrieval.versions import IndexFacts, change_log
 from infembed_ray.storage.steps import Step, find_input
 from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, write_shards
 from tests.retrieval.vectors import unit_vectors
@@ -48,19 +49,15 @@ def publish(output: Path, documents: Sequence[Put] = BASE, precision: str = "flo
     return step.path
 
 
-def log_of(output: Path) -> ChangeLog:
-    return ChangeLog(Index.open(output).changes, METADATA, DIMENSION)
+def log_of(output: str | Path) -> ChangeLog:
+    index = Index.describe(output)
+    return change_log(index.path, index.facts)
 
 
 def fold(work: Compaction) -> Path:
     """Run a compaction without Ray."""
     step = work.step()
-    work.begin()
-    with step.publish() as staging:
-        written = [work.write_shard(number, staging.path) for number in range(len(work.facts.shards))]
-        clear_finished(staging.path)
-        staging.facts = {"index": work.next_facts(written).as_json()}
-    work.end()
+    work.run(step, Tasks())
     return step.path
 
 

@@ -20,6 +20,7 @@ def test_versions_are_listed_used_and_verified_from_the_command_line(
     log_of(output).append([Delete("d1")])
     second = fold(Compaction.open(str(output)))
 
+    capsys.readouterr()
     assert main(["index", "versions", str(output)]) == 0
     heading, *rows = capsys.readouterr().out.splitlines()
     assert heading.split()[:3] == ["version", "created", "passages"]
@@ -52,10 +53,3 @@ def test_what_is_damaged_is_named_and_not_used(tmp_path: Path, capsys: pytest.Ca
         assert "shard-00000/index.faiss is missing" in error
         assert len(error.splitlines()) == 1
     assert resolve(output) == second
-
-
-def test_index_with_settings_is_still_the_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["index", "corpus=nowhere.jsonl", "model=m", f"output={tmp_path}"]) == 2
-    assert "infembed index: corpus=nowhere.jsonl: no such file" in capsys.readouterr().err
-    assert main(["index", "compact", "indx=somewhere"]) == 2
-    assert "indx: unknown key; did you mean index?" in capsys.readouterr().err

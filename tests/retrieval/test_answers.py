@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -64,8 +63,3 @@ def test_a_part_of_a_ranking_is_that_of_its_vectors_and_ships_no_more() -> None:
         assert (part.ends, part.ids, part.scores.tolist()) == (expected.ends, expected.ids, expected.scores.tolist())
     large = ranking_of([[Hit("x" * 1000, 0.0, "") for _ in range(100)], [Hit("y", 0.0, "")]])
     assert len(pickle.dumps(large.part(1, 2))) < 2000
-
-
-def test_a_ranking_keeps_its_arrays_in_another_process() -> None:
-    ranking: Any = pickle.loads(pickle.dumps(ranking_of([[Hit("é", 0.5, "")]])))
-    assert (ranking.ids.to_pylist(), ranking.scores.tolist(), ranking.places.tolist()) == (["é"], [0.5], [100])

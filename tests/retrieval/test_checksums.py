@@ -10,8 +10,7 @@ import pytest
 
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval import checksums
-from infembed_ray.retrieval.checksums import FileChecksums, whole_file_checksum
-from infembed_ray.storage.steps import fingerprint
+from infembed_ray.retrieval.checksums import FileChecksums
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +100,3 @@ def test_a_block_that_the_disk_takes_in_parts_is_written_whole(file: Path, monke
     monkeypatch.setattr(os, "pwrite", lambda fd, data, start: pwrite(fd, data[: (len(data) + 1) // 2], start))
     FileChecksums.measure(file).copy(Source(file), file.with_name("copy"), "place")
     assert file.with_name("copy").read_bytes() == file.read_bytes()
-
-
-def test_the_checksum_of_older_indexes_is_the_fingerprint_of_a_file(file: Path) -> None:
-    with pa.OSFile(str(file)) as source:
-        assert whole_file_checksum(source) == fingerprint(file)

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -16,17 +13,16 @@ from infembed_ray.cli.main import main
 from infembed_ray.config.retrieval import CompactSettings, IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.retrieval import distributed, work
+from infembed_ray.retrieval import build, distributed, work
 from infembed_ray.retrieval.distributed import compact, run
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shard_files import PASSAGES_FILE, ShardFacts
 from infembed_ray.retrieval.shards import shard_of
-from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, Put
-from infembed_ray.retrieval.versions import verify
+from infembed_ray.retrieval.updates.write_ahead_log import Delete, Put
+from infembed_ray.retrieval.versions import change_log, verify
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from infembed_ray.storage.steps import Published, read_manifest, resolve
 from tests.support.files import write_jsonl
-from tests.support.waiting import wait_until
 
 TOPICS = ("espresso machines", "mountain glaciers", "tax returns", "sourdough bread", "satellite orbits")
 ASPECTS = ("a beginner's guide", "common mistakes", "what it costs", "its history", "how experts do it", "the tools")
@@ -128,7 +124,7 @@ def test_an_interrupted_or_failed_build_resumes_to_the_same_bytes(
     def interrupted(**patches: Any) -> None:
         with monkeypatch.context() as patch:
             for name, value in patches.items():
-                patch.setattr(distributed, name, value)
+                patch.setattr(build, name, value)
             with pytest.raises(KeyboardInterrupt):
                 run(settings)
         assert not (output / "latest").exists()
@@ -136,8 +132,8 @@ def test_an_interrupted_or_failed_build_resumes_to_the_same_bytes(
     def lose_power(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    interrupted(_sort_shards=lose_power)
-    interrupted(_encode=lose_power)
+    interrupted(sort_shards=lose_power)
+    interrupted(encode_passages=lose_power)
     (room,) = output.glob(".*.encoded")
 
     def blocked(place: Path) -> None:
@@ -155,22 +151,23 @@ def test_an_interrupted_or_failed_build_resumes_to_the_same_bytes(
     blocked(room / "shard-00000" / work.ENCODED)
     everything = set(sent)
     assert len(sent) == len(everything) >= 8
-    encoded = {file.relative_to(room).as_posix() for file in room.glob("*/*/*.npy")}
+    encoded = {file.relative_to(room).as_posix().rpartition("-")[0] for file in room.glob("*/*/*.npy")}
     sent.clear()
     (partial,) = output.glob(".*.partial")
     blocked(partial / "shard-00002" / "vectors.npy")
     assert set(sent) == everything - encoded
 
-    as_completed = distributed._as_completed
+    run_tasks = distributed.OnRay.run
 
-    def up_to_the_first(tasks: Any) -> Any:
-        yield from as_completed(tasks[:1])
-        if tasks:
+    def up_to_the_first(self: distributed.OnRay, function: Any, calls: Any, *cpus: Any) -> Any:
+        yield from run_tasks(self, function, calls[:1], *cpus)
+        if calls:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(distributed.ray.data, "from_items", None)  # no chunk is encoded again
-    interrupted(_as_completed=up_to_the_first)
-    wait_until(lambda: len(list(output.glob(".*.partial/shard-*.json"))) == 3)  # tasks of the interrupted run go on
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed.OnRay, "run", up_to_the_first)
+        interrupted()
     shutil.copytree(output, tmp_path / "other")
     (finished,) = output.glob(".*.partial/shard-00000/index.faiss")
     inode, written = finished.stat().st_ino, finished.stat().st_mtime_ns
@@ -200,7 +197,7 @@ def test_faults_found_by_workers_are_one_line(
     refuse("cpus_per_shard=1000: this machine has .* CPU; lower it, or run on a cluster", cpus_per_shard=1000)
     refuse("gpus_per_actor=100: this machine has .* GPU; lower it", gpus_per_actor=100)  # Ray would wait without end
     rows: list[dict[str, Any]] = [{"id": "a", "text": "x"}, {"id": "b", "text": "z"}, {"id": "a", "text": "y"}]
-    refuse("row 3: id a is a duplicate", corpus=write_corpus(tmp_path / "twice.jsonl", rows))
+    refuse("id a is a duplicate", corpus=write_corpus(tmp_path / "twice.jsonl", rows))
     encoder = InstructionEncoder.from_pretrained(minilm)
     dict(encoder.backbone.named_parameters())["encoder.layer.0.output.dense.weight"].data.fill_(3e38)  # overflows
     encoder.save_pretrained(tmp_path / "broken")
@@ -233,9 +230,9 @@ def test_a_build_in_an_object_store_resumes_to_the_same_bytes_without_a_shared_d
     def lose_power(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    for step in ("_sort_shards", "_write_shards"):
+    for step in ("sort_shards", "write_shards"):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(distributed, step, lose_power)
+            patch.setattr(build, step, lose_power)
             run(stored)
         assert output.read("latest") is None
     interrupted, everything = False, list(sent)
@@ -253,7 +250,7 @@ def test_a_build_in_an_object_store_resumes_to_the_same_bytes_without_a_shared_d
     assert on_the_driver == []
     assert not run(stored).fresh
 
-    ChangeLog(index.changes, index.facts.metadata, index.facts.dimension).append([Delete("esp-0")])
+    change_log(index.path, index.facts).append([Delete("esp-0")])
     compacted = compact(CompactSettings(index=stored.output))
     assert compacted.manifest["counts"] == {"passages": len(PASSAGES) - 1, "shards": 3, "changes": 1}
     verify(stored.output)
@@ -274,7 +271,7 @@ def test_changes_are_compacted_into_the_next_version(
     gone, kept = sorted(PASSAGES)[:2]
     query = index.shards[shard_of(kept, 3)].vectors(slice(0, 1))
     changes = [Put("new", "a text", query[0], {"topic": "new", "words": 2}), Delete(gone)]
-    ChangeLog(index.changes, index.facts.metadata, index.facts.dimension).append(changes)
+    change_log(index.path, index.facts).append(changes)
     expected = index.search(query, 100)[0]
     assert {hit.id for hit in expected} == {"new", *PASSAGES} - {gone}
 
@@ -304,68 +301,14 @@ def test_bad_input_is_refused_before_any_work(tmp_path: Path, settings: IndexSet
     refuse("model=./nowhere: no such model directory", model="./nowhere")
     refuse("dimensions=385: embeddings of .* have 384; set 1 to 384", dimensions=385)
     refuse("factory=PQ8: makes a IndexPQ, which cannot search", factory="PQ8")
-    refuse("memory_gib=1e-06: the smallest index of 1\d vectors of 384 dimensions is Flat", memory_gib=1e-6)
+    refuse("memory_gib=1e-06: the smallest type, Flat, takes .* 1\d vectors of 384 dimensions", memory_gib=1e-6)
     refuse("metadata.id: this name is reserved", metadata={"id": "string"})
     refuse(r"row 1: column words must be a date as in 2024-05-31, not \d+", metadata={"words": "date"})
-    refuse("gpus_per_shard: this FAISS runs on CPUs only", gpus_per_shard=1)
     refuse("no column text", corpus=write_corpus(tmp_path / "no_text.jsonl", [{"id": "a", "body": "x"}]))
-    refuse("column text is empty", corpus=write_corpus(tmp_path / "blank.jsonl", [{"id": "a", "text": " "}]))
+    refuse("column text must be", corpus=write_corpus(tmp_path / "blank.jsonl", [{"id": "a", "text": " "}]))
     refuse("empty, it has no rows", corpus=write_corpus(tmp_path / "empty.jsonl", []))
     damaged = tmp_path / "damaged"
     shutil.copytree(minilm, damaged)
     weights = next(damaged.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1000])
     refuse(r"model=\S+damaged: model.safetensors is damaged or truncated", model=str(damaged))
-
-
-def test_on_a_cluster_faiss_is_checked_by_a_gpu_task_before_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[dict[str, Any], Any]] = []
-
-    class Task:
-        def __init__(self, check: Any) -> None:
-            self.remote = check
-
-    def remote(**options: Any) -> Any:
-        return lambda check: asked.append((options, check)) or Task(check)  # type: ignore[func-returns-value]
-
-    monkeypatch.setattr(distributed, "on_a_cluster", lambda: True)
-    monkeypatch.setattr(distributed, "connect", lambda: None)
-    monkeypatch.setattr(distributed.ray, "remote", remote)
-    monkeypatch.setattr(distributed, "_as_completed", lambda tasks: [(task, task) for task in tasks])
-    with pytest.raises(InputError, match="gpus_per_shard: this FAISS runs on CPUs only"):
-        distributed._require_gpu_faiss("index", 0.5)
-    assert asked == [({"num_cpus": 0, "num_gpus": 0.5}, distributed.factory.require_gpu_faiss)]
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_on_a_cluster_faiss_is_checked_by_a_worker_with_a_gpu() -> None:
-    """The cluster of this test only claims to have a GPU."""
-    program = """
-import ray
-from infembed_ray.errors import InputError
-from infembed_ray.retrieval import distributed
-
-def check():
-    raise InputError(f"checked with GPUs {ray.get_gpu_ids()}")
-
-ray.init(address="local", num_cpus=1, num_gpus=1, include_dashboard=False, log_to_driver=False)
-distributed.factory.require_gpu_faiss = check
-try:
-    distributed._require_gpu_faiss("index", 1)
-except InputError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
-    assert done.stdout.splitlines() == ["index: checking FAISS on a GPU node", "checked with GPUs [0]"], done.stderr
-
-
-@pytest.mark.integration
-def test_a_passage_belongs_to_the_same_shard_in_every_process() -> None:
-    ids = [f"passage-{i}" for i in range(1000)]
-    here = [shard_of(i, 7) for i in ids]
-    code = (
-        "from infembed_ray.retrieval.shards import shard_of; print([shard_of(f'passage-{i}', 7) for i in range(1000)])"
-    )
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
-    assert json.loads(there) == here

@@ -97,31 +97,11 @@ def test_a_filter_may_drop_everything_near_the_query(kind: str, least: float, mo
     assert not shares or np.mean(shares) >= 0.97
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("kind", ["HNSW32", "IVF128,Flat"])
-def test_effort_grows_with_the_number_of_hits(kind: str) -> None:
-    """Parameters calibrated for ten hits would find half of the nearest two hundred."""
-    searcher = searcher_of(kind, 12_000, 32)
-    queries = searcher.originals[::600]
-    scores, _ = searcher.search(queries, 200)
-    _, best = brute_force(searcher, queries, np.ones(len(searcher), bool), 200)
-    assert (scores >= best[:, -1:] - 1e-6).mean() >= 0.95
-
-
 def test_equal_scores_come_by_row_descending() -> None:
     same = np.repeat(unit_vectors(3, 8), 5, axis=0)
     searcher = Searcher(build("Flat", same))
     _, rows = searcher.search(same[:1], 5)
     assert rows.tolist() == [[4, 3, 2, 1, 0]]
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("kind", KINDS)
-def test_vectors_are_returned_unchanged(kind: str) -> None:
-    searcher = searcher_of(kind, 1500, 16)
-    expected = clustered_vectors(1500, 16, 40)
-    np.testing.assert_array_equal(searcher.vectors(np.array([1499, 0, 7])), expected[[1499, 0, 7]])
-    np.testing.assert_array_equal(searcher.vectors(slice(10, 20)), expected[10:20])
 
 
 def test_candidates_of_a_mapped_file_are_read_without_their_surroundings(tmp_path: Path) -> None:
@@ -178,13 +158,6 @@ def test_calibration_takes_the_cheapest_parameters() -> None:
     calibrate(searcher)
 
 
-def test_recall_distinguishes_a_poor_index_from_an_exact_one() -> None:
-    vectors = unit_vectors(1000, 32)
-    near = Neighbours(vectors, np.arange(0, 1000, 4))
-    assert near.recall(Searcher(build("Flat", vectors))) == 1.0
-    assert near.recall(Searcher(build("IVF64,Flat", vectors), vectors, {"nprobe": 1})) < 0.5
-
-
 def test_duplicate_passages_count_as_each_other() -> None:
     """Which copies are the ten nearest is arbitrary, and indexes differ in it."""
     vectors = np.repeat(unit_vectors(40, 16), 50, axis=0)
@@ -220,15 +193,6 @@ def test_short_lists_do_not_shorten_the_result() -> None:
     assert (rows >= 0).all()
     assert (np.diff(scores, axis=1) <= 0).all()
     assert all(len(set(row)) == 40 for row in rows.tolist())
-
-
-def test_effort_of_the_coarse_graph_grows_with_the_lists() -> None:
-    vectors = unit_vectors(4000, 16)
-    searcher = Searcher(build("IVF256_HNSW8,Flat", vectors), vectors, {searcher_module.NPROBE: 4})
-    queries = unit_vectors(50, 16, seed=3)
-    scores, _ = searcher.search(queries, 200)
-    _, best = brute_force(searcher, queries, np.ones(len(vectors), bool), 200)
-    assert (scores >= best[:, -1:] - 1e-6).mean() >= 0.85
 
 
 @pytest.mark.integration
@@ -275,12 +239,6 @@ def test_threads_take_turns_on_a_gpu_and_find_what_the_cpu_finds(kind: str, monk
     assert searcher._on_gpus.calls >= len(queries)
     keep = np.arange(len(vectors)) % 2 == 0
     assert np.array_equal(searcher.search(queries, 5, keep)[1], on_cpu.search(queries, 5, keep)[1])
-
-
-def test_graphs_stay_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searcher_module, "on_gpus", OnOneGpu)
-    vectors = unit_vectors(300, 8)
-    assert Searcher(build("HNSW16", vectors), vectors, gpu=True)._on_gpus is None
 
 
 @pytest.mark.gpu

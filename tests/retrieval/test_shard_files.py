@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from infembed_ray.retrieval.shard_files import (
 )
 from infembed_ray.retrieval.shards import Build, Shard
 from infembed_ray.storage.object_store import SCRATCH, Folder
-from infembed_ray.storage.steps import fingerprint
 from tests.retrieval.vectors import unit_vectors
 from tests.support.shards import write_shard
 
@@ -43,11 +41,6 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "index"
 
 
-def older(facts: ShardFacts, root: Path) -> ShardFacts:
-    """The facts as they were before blocks had checksums."""
-    return replace(facts, checksums={name: fingerprint(root / facts.name / name) for name in facts.checksums})
-
-
 def upload(root: Path, facts: ShardFacts, bucket: str, name: str) -> Folder:
     folder = Folder.open(f"{bucket}/shard_files/{name}", "index")
     for file in facts.checksums:
@@ -56,9 +49,7 @@ def upload(root: Path, facts: ShardFacts, bucket: str, name: str) -> Folder:
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("old", [False, True])
-def test_a_missing_file_is_refused_by_name(facts: ShardFacts, root: Path, name: str, old: bool) -> None:
-    facts = older(facts, root) if old else facts
+def test_a_missing_file_is_refused_by_name(facts: ShardFacts, root: Path, name: str) -> None:
     (root / "shard-00000" / name).unlink()
     for refused in (Shard.open, verify):
         with pytest.raises(InputError, match=f"^index={root}: shard-00000/{name} is missing"):
@@ -67,11 +58,9 @@ def test_a_missing_file_is_refused_by_name(facts: ShardFacts, root: Path, name: 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["one bit", "truncated", "longer"])
-@pytest.mark.parametrize("old", [False, True])
 def test_a_corrupted_file_is_found_by_verification_and_one_of_another_size_by_opening(
-    facts: ShardFacts, root: Path, name: str, damage: str, old: bool
+    facts: ShardFacts, root: Path, name: str, damage: str
 ) -> None:
-    facts = older(facts, root) if old else facts
     verify(root, facts)
     file = root / "shard-00000" / name
     content = bytearray(file.read_bytes())
@@ -86,12 +75,10 @@ def test_a_corrupted_file_is_found_by_verification_and_one_of_another_size_by_op
             Shard.open(root, facts)
 
 
-@pytest.mark.parametrize("old", [False, True])
 def test_a_shard_in_a_store_is_copied_once_for_all_indexes_with_the_same_files(
-    facts: ShardFacts, root: Path, bucket: str, tmp_path: Path, old: bool
+    facts: ShardFacts, root: Path, bucket: str, tmp_path: Path
 ) -> None:
-    facts = older(facts, root) if old else facts
-    folder = upload(root, facts, bucket, f"once-{old}")
+    folder = upload(root, facts, bucket, "once")
     first = local_directory(folder, facts, tmp_path / "cache")
     assert {name: (first / name).read_bytes() for name in FILES} == {
         name: (root / facts.name / name).read_bytes() for name in FILES
@@ -104,12 +91,10 @@ def test_a_shard_in_a_store_is_copied_once_for_all_indexes_with_the_same_files(
 
 
 @pytest.mark.parametrize("damage", ["one bit", "truncated", "missing"])
-@pytest.mark.parametrize("old", [False, True])
 def test_a_damaged_object_is_refused_and_copied_once_it_is_restored(
-    facts: ShardFacts, root: Path, bucket: str, tmp_path: Path, damage: str, old: bool
+    facts: ShardFacts, root: Path, bucket: str, tmp_path: Path, damage: str
 ) -> None:
-    facts = older(facts, root) if old else facts
-    folder = upload(root, facts, bucket, f"{damage.split()[-1]}-{old}")
+    folder = upload(root, facts, bucket, damage.split()[-1])
     name = f"{facts.name}/{FILES[1]}"
     content = bytearray((root / name).read_bytes())
     content[-1] ^= damage == "one bit"
@@ -139,26 +124,6 @@ def test_a_damaged_copy_of_this_machine_is_found_although_the_store_is_whole(
         verify_local(folder, facts)
     shutil.rmtree(copy)
     verify_local(folder, facts)
-
-
-def test_the_bytes_that_are_kept_of_an_older_index_are_those_that_were_verified(
-    facts: ShardFacts, root: Path, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    facts = older(facts, root)
-    folder = upload(root, facts, bucket, "kept")
-    download = Folder.download
-
-    def damaged(self: Folder, name: str, file: Path) -> None:
-        download(self, name, file)
-        file.write_bytes(file.read_bytes()[:-1] + b"x")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Folder, "download", damaged)
-        with pytest.raises(InputError, match=rf"^index={folder}: {facts.name}/{FILES[0]} is corrupted"):
-            local_directory(folder, facts, tmp_path / "cache")
-    copy = local_directory(folder, facts, tmp_path / "cache")
-    assert (copy / FILES[0]).read_bytes() == (root / facts.name / FILES[0]).read_bytes()
-    assert sorted(os.listdir(copy)) == sorted([*FILES, "lock"])
 
 
 def test_a_late_attempt_at_a_shard_overwrites_no_other_one(bucket: str, tmp_path: Path) -> None:
@@ -202,12 +167,3 @@ def test_a_full_disk_and_a_store_that_fails_are_told_apart(
     monkeypatch.setattr(shard_files, "open_binary", lambda *_: Broken())
     with pytest.raises(InputError, match=rf"^index={folder}: the object store failed \(curlCode: 28"):
         local_directory(folder, facts, tmp_path / "cache")
-
-
-def test_the_scratch_directory_holds_the_copies_unless_another_is_given(
-    facts: ShardFacts, root: Path, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
-    folder = upload(root, facts, bucket, "scratch")
-    assert (tmp_path / "scratch") in local_directory(folder, facts).parents
-    assert (tmp_path / "other") in local_directory(folder, facts, tmp_path / "other").parents

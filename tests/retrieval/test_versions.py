@@ -10,10 +10,10 @@ import pytest
 
 from infembed_ray.config.retrieval import CompactSettings
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval.index import Index, finished
+from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shard_files import INDEX_FILE
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, LogFault
-from infembed_ray.retrieval.versions import prune, use, verify, versions
+from infembed_ray.retrieval.versions import finished, prune, use, verify, versions
 from infembed_ray.storage.steps import LATEST, MANIFEST, resolve
 from tests.retrieval.lineage import BASE, changes, check, first_step, fold_all, log_of, publish, segments
 from tests.retrieval.oracle import Oracle
@@ -28,7 +28,7 @@ def output(tmp_path: Path) -> Path:
         write_index(tmp_path / name, unit_vectors(10 + number, 4), 2, lineage="c1", folded=number)
     (tmp_path / LATEST).write_text("a3\n")
     for id in "xy":
-        ChangeLog(tmp_path / "changes" / "c1", {}, 4).append([Delete(id)])
+        ChangeLog(tmp_path / "changes" / "c1", {}, 4, 2).append([Delete(id)])
     return tmp_path
 
 

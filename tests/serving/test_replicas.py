@@ -245,6 +245,7 @@ def test_every_node_copies_only_its_own_shards_from_an_object_store(
             Folder.open(plan.release.default.changes, "changes"),
             {"year": "integer"},
             plan.release.default.card.dimension,
+            2,
         )
         changes.append([Delete(id) for id in PASSAGES])
         wait_until(lambda: not any(ray.get([shards[shard_of(id, 2)].document.remote(id) for id in PASSAGES])))

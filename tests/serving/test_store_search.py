@@ -19,11 +19,11 @@ from infembed_ray.errors import InputError
 from infembed_ray.retrieval import distributed as building
 from infembed_ray.retrieval.answers import ScoreQuery
 from infembed_ray.retrieval.filters import FilterError
-from infembed_ray.retrieval.index import Index, IndexFacts
-from infembed_ray.retrieval.stores.milvus import Milvus
-from infembed_ray.retrieval.stores.store import Address
+from infembed_ray.retrieval.index import Index
+from infembed_ray.retrieval.milvus import Milvus, MilvusAddress
 from infembed_ray.retrieval.updates.live_shard import ShardQuery
 from infembed_ray.retrieval.updates.write_ahead_log import Delete, Put
+from infembed_ray.retrieval.versions import IndexFacts
 from infembed_ray.serving.distributed import run, serving
 from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.release import IndexArguments
@@ -58,7 +58,7 @@ def test_an_index_in_milvus_is_built_served_changed_and_rolled_back(
             patch.setattr(building, "_insert", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 building.run(index)
-        engine = Milvus(Address.parse(address, "index"))
+        engine = Milvus(MilvusAddress.parse(address, "index"))
         assert engine.versions() == []
         with pytest.raises(InputError, match="no index there"):
             Plan.resolve(settings.model_copy(update={"index": address}))
@@ -177,7 +177,7 @@ def test_a_replica_answers_as_a_shard_does_and_is_lost_with_its_engine(tmp_path:
     with contextlib.ExitStack() as stopped:
         port = free_port()
         address = f"{stopped.enter_context(milvus_lite(tmp_path, port))}/docs"
-        engine = Milvus(Address.parse(address, "index"))
+        engine = Milvus(MilvusAddress.parse(address, "index"))
         engine.begin("a" * 12, facts.metadata, 4, "FLAT")
         engine.finish("a" * 12, {"created": "2026", "index": facts.as_json()})
         asyncio.run(answers(port, address))
@@ -190,7 +190,7 @@ def test_a_foreign_encoder_and_several_writers_are_refused(
     with milvus_lite(tmp_path) as server:
         served = settings.model_copy(update={"index": f"{server}/passages"})
         described = Plan.resolve(settings)
-        engine = Milvus(Address.parse(served.index, "index"))
+        engine = Milvus(MilvusAddress.parse(served.index, "index"))
         facts = replace(Index.describe(settings.index).facts, shards=[], passages=0)
         for identity, encoder in (("a" * 12, "0123"), ("b" * 12, facts.encoder)):
             engine.begin(identity, facts.metadata, facts.dimension, None)

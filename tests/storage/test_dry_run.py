@@ -18,16 +18,17 @@ from infembed_ray.config.evaluation import ReportSettings
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
+from infembed_ray.evaluation import results
 from infembed_ray.evaluation.paper import results_report as paper_report
 from infembed_ray.quickstart import sample
-from infembed_ray.retrieval import preflight
+from infembed_ray.retrieval.build import prepare
 from infembed_ray.storage.object_store import SCRATCH, Folder, scratch
 from infembed_ray.storage.steps import MANIFEST, STATES
 from infembed_ray.synthesis import estimate
 from infembed_ray.training import launch
+from tests.evaluation.paper import made
 from tests.modeling import backbones
 from tests.serving.indexes import publish_index
-from tests.support.evaluation_output import evaluation, write_evaluation
 from tests.support.files import write_jsonl
 from tests.support.object_store import upload
 from tests.support.ports import free_port
@@ -252,11 +253,13 @@ def test_a_sweep_shows_trials_steps_and_tasks(shown, training: list[str], backbo
 
 
 def test_a_report_shows_its_models_and_is_finished_after_its_run(shown, tmp_path: Path) -> None:
-    given = [f"results.mine={write_evaluation(tmp_path / 'results', *evaluation())}", f"output={tmp_path}/out"]
+    (tmp_path / "results").mkdir()
+    results.write(tmp_path / "results", made.evaluation(made.records(), {"one": ("a/b", 0), "two": ("c/d", 0.3)}))
+    given = [f"results.mine={tmp_path / 'results'}", f"output={tmp_path}/out"]
     status, out, err = shown("report", *given)
     assert (status, err) == (0, [])
-    assert "results: models 3, tasks 1; ours in no row" in out
-    assert "unfiltered=his: no output has this label" in shown("report", *given, "unfiltered=[his]")[2][0]
+    assert "results: models 2, tasks 1; ours in no row" in out
+    assert "rows.his: no model has this name" in shown("report", *given, "rows.his=monobert")[2][0]
     paper_report.run(ReportSettings.load(None, given))
     assert "nothing to do" in shown("report", *given)[1]
 
@@ -272,7 +275,7 @@ def test_an_index_shows_passages_and_shards(shown, backbone: str, tmp_path: Path
     status, _, err = shown("index", *given, "columns.text=body", "factory=Nothing")
     assert status == 2
     assert ["no column body" in err[0], "factory=Nothing" in err[1]] == [True, True]
-    _, _, step = preflight.prepare(IndexSettings.load(None, given))
+    _, _, step = prepare(IndexSettings.load(None, given))
     step.path.mkdir(parents=True)
     (step.path / MANIFEST).write_text('{"created": "yesterday"}')
     out = shown("index", *given)[1]
@@ -307,7 +310,7 @@ def test_the_corpus_of_an_index_in_an_object_store_is_not_copied(
     assert (status, err) == (0, [])
     assert f"passages: 40 of {folder}/corpus{suffix}\n" in out
     given[2] = f"output={folder}/out"
-    _, _, step = preflight.prepare(IndexSettings.load(None, given))
+    _, _, step = prepare(IndexSettings.load(None, given))
     step.remote.write(MANIFEST, '{"created": "yesterday"}')
     assert f"infembed index verify {step.remote}`" in shown("index", *given)[1]
 

@@ -38,12 +38,6 @@ class Hub:
     url: str = ""
     downloads: list[str] = field(default_factory=list)
     """`<owner>/<name>/<file>` of every download, in order."""
-    revisions: set[str] = field(default_factory=set)
-    """Requested revisions."""
-    refused: str | None = None
-    """Suffix of files whose downloads fail with 403."""
-    swapped: str | None = None
-    """Suffix of files that are served with other bytes than listed."""
     token: str | None = None
     """Token that uploads need."""
     created: list[dict[str, Any]] = field(default_factory=list)
@@ -145,7 +139,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _info(self, name: str, revision: str | None) -> None:
         repository = self.hub.root / name
-        self.hub.revisions.add(revision or "main")
         if not repository.is_dir():
             return self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
         siblings = [
@@ -172,11 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.hub.root / name / file
         if not path.is_file():
             return self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
-        if body and self.hub.refused and file.endswith(self.hub.refused):
-            return self._answer(403, b"", {})
         content = path.read_bytes()
-        if self.hub.swapped and file.endswith(self.hub.swapped):
-            content = content[::-1]
         if body:
             self.hub.downloads.append(f"{name}/{file}")
         etag = _sha256(path) if _large(path) else _git(path)

@@ -109,9 +109,7 @@ def test_base_row_uses_the_text_format_of_the_trainings(values):
 def test_paths_that_a_row_changes_are_absolute(values, monkeypatch):
     here = Path(values["train"]["records"]).parent
     monkeypatch.chdir(here)
-    rows = {
-        "stopped": {"validation": {"records": "records.jsonl"}},
-    }
+    rows = {"stopped": {"validation": {"records": "records.jsonl"}}}
     settings = SweepSettings.from_mapping(values | {"variants": rows, "seeds": [1]})
     made = {t.row: t.train for t in trials(settings) if t.model == "one"}
     assert made["stopped"].validation.records == str(here / "records.jsonl")

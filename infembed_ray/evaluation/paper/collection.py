@@ -8,7 +8,6 @@ from functools import cached_property
 from statistics import fmean, stdev
 from typing import Any
 
-from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.scoring import Obedience, Scores
@@ -60,16 +59,6 @@ class CombinedResults:
     results: Results
     """By key; a query's value is the mean over seeds."""
 
-    def against(self, baseline: str) -> CombinedResults:
-        """Compare all models with one baseline.
-
-        Raises:
-            InputError: no model has this key.
-        """
-        if baseline not in self.models:
-            raise InputError(f"baseline={baseline}: no model has this name; {nearest(baseline, self.models)}")
-        return replace(self, models={key: replace(model, baseline=baseline) for key, model in self.models.items()})
-
     def cells(self, column: Column) -> dict[str, Cell]:
         """Return the cell of every model that has the column; differences are to the model's own baseline."""
         if column.parts not in self._cells:  # a page shows the same figures in several tables
@@ -85,11 +74,9 @@ class CombinedResults:
         cell_of: dict[str, Cell] = {}
         for baseline in dict.fromkeys(self.models[key].baseline for key in present):
             others = [key for key in present if self.models[key].baseline == baseline != key]
-            if baseline in present:
-                cell_of |= cells(self.results, column, [baseline, *others])
-            else:
-                for key in others:
-                    cell_of |= cells(self.results, column, [key])
+            compared = [[baseline, *others]] if baseline in present else [[key] for key in others]
+            for models in compared:
+                cell_of |= cells(self.results, column, models)
         return {key: cell_of[key] for key in present if key in cell_of}
 
 
@@ -97,10 +84,7 @@ def collect(outputs: Mapping[str, Results]) -> CombinedResults:
     """Combine the results of several outputs.
 
     Models of one label in two outputs are the same model if their descriptions and all common values are equal; otherwise
-    the later one gets the output's label as a suffix.
-
-    Raises:
-        InputError: two outputs have different tasks of one name, or rankings of different depths.
+    the later one gets the output's label as a suffix. InputError: tasks of one name or the depths differ.
     """
     first = next(iter(outputs))
     models: dict[str, ReportedModel] = {}
@@ -108,10 +92,8 @@ def collect(outputs: Mapping[str, Results]) -> CombinedResults:
     obedience: dict[str, dict[str, Obedience]] = {}
     for output, results in outputs.items():
         if results.depth != outputs[first].depth:
-            raise InputError(
-                f"results.{output}: rankings hold {results.depth} documents, those of results.{first} "
-                f"{outputs[first].depth}: the figures cannot be compared; evaluate with one depth"
-            )
+            fault = f"rankings hold {results.depth} documents, those of results.{first} {outputs[first].depth}"
+            raise InputError.of(f"results.{output}", None, fault, "evaluate with one depth")
         models_of_output = list(_models(output, results))
         suffixes = {m.key: "" if _fits(m, own, models, scores) else f" ({output})" for m, own, _ in models_of_output}
         for model, own, obeyed in models_of_output:
@@ -126,13 +108,12 @@ def collect(outputs: Mapping[str, Results]) -> CombinedResults:
                 scores[key] = own
             obedience[key] = {**obeyed, **obedience.get(key, {})}
     for results in outputs.values():  # references, which are no models of an output
-        for label, of_tasks in results.obedience.items():
-            if label not in results.models:
-                obedience[label] = {**of_tasks, **obedience.get(label, {})}
-    obedience = {label: of_tasks for label, of_tasks in obedience.items() if of_tasks}
+        for label in results.obedience.keys() - results.models.keys():
+            obedience[label] = {**results.obedience[label], **obedience.get(label, {})}
+    references = {label: None for results in outputs.values() for label in results.obedience}
+    obedience = {label: obedience[label] for label in dict.fromkeys([*models, *references]) if obedience.get(label)}
     about = {key: model.about for key, model in models.items()}
-    summaries = _common_tasks(outputs)
-    return CombinedResults(models, Results(summaries, about, scores, outputs[first].depth, obedience))
+    return CombinedResults(models, Results(_common_tasks(outputs), about, scores, outputs[first].depth, obedience))
 
 
 def _common_tasks(outputs: Mapping[str, Results]) -> dict[str, TaskSummary]:
@@ -143,32 +124,36 @@ def _common_tasks(outputs: Mapping[str, Results]) -> dict[str, TaskSummary]:
             queries = {figure: set(values) for figure, values in next(iter(results.scores.values()))[task].items()}
             where, same, same_queries = tasks.setdefault(task, (output, summary, queries))
             if (same, same_queries) != (summary, queries):
-                raise InputError(
-                    f"results.{output}: its task {task!r} differs from that of results.{where} ({_difference(same, summary)}); "
-                    "make separate reports"
+                names = [
+                    name for name in ("figures", "about", "content") if getattr(same, name) != getattr(summary, name)
+                ]
+                raise InputError.of(
+                    f"results.{output}",
+                    None,
+                    f"its task {task!r} differs from that of results.{where} (by {', '.join(names) or 'queries'})",
+                    "make separate reports",
                 )
     return {task: summary for task, (_, summary, _) in tasks.items()}
 
 
 def _models(output: str, results: Results) -> Iterator[tuple[ReportedModel, dict[str, Scores], dict[str, Obedience]]]:
     """Yield the models of an output in its order, with their values and those of the controls; seeds are one model."""
-    cells: dict[tuple[str, str | None], list[str]] = {}
+    labels_of: dict[tuple[str, str | None], list[str]] = {}
     for label, about in results.models.items():
-        cells.setdefault((about.get("row", label), about.get("backbone")), []).append(label)
+        labels_of.setdefault((about.get("row", label), about.get("backbone")), []).append(label)
     baselines: dict[str | None, str] = {}
-    for row, backbone in cells:
+    for row, backbone in labels_of:
         if row == BASE and backbone is not None:
             baselines[backbone] = _key(row, backbone)
         baselines.setdefault(backbone, _key(row, backbone))
-    for (row, backbone), labels in cells.items():
+    for (row, backbone), labels in labels_of.items():
         about = {name: value for name, value in results.models[labels[0]].items() if name not in PER_SEED}
         about |= {name: [results.models[label].get(name) for label in labels] for name in PER_SEED}
         runs = tuple(results.figures[label] for label in labels)
-        averaged = _averaged([results.scores[label] for label in labels])
         controls = [results.obedience.get(label, {}) for label in labels]
         obeyed: dict[str, Obedience] = {task: _averaged([of_one[task] for of_one in controls]) for task in controls[0]}
         model = ReportedModel(_key(row, backbone), row, row, backbone, baselines[backbone], output, about, runs)
-        yield model, averaged, obeyed
+        yield model, _averaged([results.scores[label] for label in labels]), obeyed
 
 
 def _fits(
@@ -180,10 +165,8 @@ def _fits(
     """Whether no other model has this key, or only the same model."""
     if model.key not in models:
         return True
-    scores_of_key = scores[model.key]
-    return models[model.key].about == model.about and all(
-        scores_of_key[t] == own[t] for t in scores_of_key.keys() & own.keys()
-    )
+    same = scores[model.key]
+    return models[model.key].about == model.about and all(same[task] == own[task] for task in same.keys() & own.keys())
 
 
 def _key(row: str, backbone: str | None) -> str:
@@ -200,12 +183,3 @@ def _averaged(runs: Sequence[Mapping[str, Scores]]) -> dict[str, Scores]:
         }
         for task, figures in runs[0].items()
     }
-
-
-def _difference(one: TaskSummary, other: TaskSummary) -> str:
-    if one.figures != other.figures:
-        return f"figures {', '.join(f.name for f in other.figures)} and {', '.join(f.name for f in one.figures)}"
-    for name in [*one.about, *other.about]:
-        if one.about.get(name) != other.about.get(name):
-            return f"{name} {other.about.get(name)!r} and {one.about.get(name)!r}"
-    return "other texts or judgements" if one.content != other.content else "other queries"

@@ -1,70 +1,52 @@
-"""Figures 5 and 6 of the paper, beside ours."""
+"""Figure 5 of the paper, with ours: bars of p-MRR and a score, x100."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from infembed_ray.evaluation import tables
 from infembed_ray.evaluation.paper.collection import CombinedResults, ReportedModel
 from infembed_ray.evaluation.paper.published import TABLES
-from infembed_ray.evaluation.paper.sheets import AS_PAPER, MODELS, plain, stands_for
+from infembed_ray.evaluation.paper.sheets import MODELS, plain, stands_for
 from infembed_ray.evaluation.significance import IntervalEstimate
 from infembed_ray.evaluation.tables import Cell, Column
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.reporting.charts import Scale
 
-PAPER = [catalogue.BENCHMARKS[name].title for name in ("followir", f"followir{AS_PAPER}")]
+PAPER = [catalogue.BENCHMARKS[name].title for name in ("followir", f"followir{catalogue.AS_PAPER}")]
 """Titles of the benchmark whose models the paper compares in Figure 5."""
 
 
 @dataclass(frozen=True)
-class ChartedModel:
-    """A model of Figure 5: p-MRR and score x100."""
+class Bars:
+    """A model of a chart: a bar of p-MRR and one of the score."""
 
-    group: str
     label: str
     ours: bool
-    p_mrr: IntervalEstimate
-    score: IntervalEstimate
+    estimates: tuple[IntervalEstimate, ...]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Figure 5: the models of a benchmark by group, best p-MRR first.
-
-    Attributes:
-        benchmark: title of the benchmark.
-        score: name of the score beside p-MRR.
-        groups: heading -> models.
-        scales: axes of p-MRR and of the score, which hold 0 and all intervals.
-        paper: whether models of the paper are among them.
-    """
+    """Bars by group, best p-MRR first, for one benchmark."""
 
     benchmark: str
     score: str
-    groups: Mapping[str, Sequence[ChartedModel]]
-    scales: tuple[Scale, Scale]
+    """Name of the score next to p-MRR."""
     paper: bool
+    """Whether models of the paper are among them."""
+    groups: Mapping[str, Sequence[Bars]]
+    """Heading -> models."""
 
-
-@dataclass(frozen=True)
-class Panel:
-    """Figure 6 for one training: p-MRR x100 by backbone.
-
-    Attributes:
-        title: the training and the benchmark.
-        groups: backbone -> p-MRR with and without the quality filter.
-        scale: axis, which holds 0 and all intervals.
-    """
-
-    title: str
-    groups: Mapping[str, tuple[IntervalEstimate, IntervalEstimate]]
-    scale: Scale
+    def scale(self, column: int) -> Scale:
+        """Return the axis of a column, which holds 0 and all intervals."""
+        shown = [bars.estimates[column] for group in self.groups.values() for bars in group]
+        return Scale.enclosing([0.0, *(end for estimate in shown for end in (estimate.low, estimate.high))])
 
 
 def figure_5(collection: CombinedResults, rows: Mapping[str, str]) -> list[Chart]:
-    """Return a chart for each evaluated benchmark with a p-MRR; FollowIR's also has the models of Table 5."""
+    """Return a chart for each evaluated benchmark with a p-MRR, best p-MRR first; FollowIR's has the models of Table 5 too."""
     charts = []
     for benchmark, p_mrr, score in _obedience(collection):
         obeys, retrieves = collection.cells(p_mrr), collection.cells(score)
@@ -73,38 +55,14 @@ def figure_5(collection: CombinedResults, rows: Mapping[str, str]) -> list[Chart
         for key, model in collection.models.items():
             if key in obeys and key in retrieves:
                 group = _size(model, rows) or "Ours" if paper else model.backbone or ""
-                label = key if paper else model.shown
-                charted.append(ChartedModel(group, label, True, _x100(obeys[key]), _x100(retrieves[key])))
-        if any(model.ours for model in charted):
-            charts.append(_chart(benchmark, score.title, charted, paper))
+                bars = Bars(key if paper else model.shown, True, (_x100(obeys[key]), _x100(retrieves[key])))
+                charted.append((group, bars))
+        if any(bars.ours for _, bars in charted):
+            groups: dict[str, list[Bars]] = {group: [] for group, _ in charted}
+            for group, bars in sorted(charted, key=lambda pair: -pair[1].estimates[0].value):
+                groups[group].append(bars)
+            charts.append(Chart(benchmark, score.title.removeprefix("average "), paper, groups))
     return charts
-
-
-def figure_6(collection: CombinedResults, unfiltered: Sequence[str]) -> list[Panel]:
-    """Return a panel for each training of a sweep that backbones had on filtered and on unfiltered records.
-
-    Args:
-        collection: our results.
-        unfiltered: labels of the outputs whose models were trained on records without the judge's filter.
-    """
-    panels = []
-    for benchmark, p_mrr, _ in _obedience(collection):
-        cells = collection.cells(p_mrr)
-        trainings: dict[str, dict[str, dict[bool, ReportedModel]]] = {}
-        for key, model in collection.models.items():
-            if key in cells and model.about.get("train") is not None:
-                of_backbone = trainings.setdefault(model.label, {}).setdefault(model.backbone or "", {})
-                of_backbone[model.output in unfiltered] = model
-        for label, backbones in trainings.items():
-            groups = {
-                backbone: (_x100(cells[both[False].key]), _x100(cells[both[True].key]))
-                for backbone, both in backbones.items()
-                if len(both) == 2 and both[False].about["train"] == both[True].about["train"]
-            }
-            if groups:
-                scale = _scale(estimate for both in groups.values() for estimate in both)
-                panels.append(Panel(f"{label}, {benchmark}", groups, scale))
-    return panels
 
 
 def _obedience(collection: CombinedResults) -> Iterator[tuple[str, Column, Column]]:
@@ -116,46 +74,23 @@ def _obedience(collection: CombinedResults) -> Iterator[tuple[str, Column, Colum
             yield benchmark, p_mrr, other
 
 
-def _table_5() -> Iterator[ChartedModel]:
-    """Yield the paper's models that have both numbers."""
-    columns = TABLES["5"].columns
+def _table_5() -> Iterator[tuple[str, Bars]]:
+    """Yield group and bars of the paper's models that have both numbers."""
+    places = [TABLES["5"].columns.index(name) for name in ("FollowIR p-MRR", "FollowIR score")]
     for row in TABLES["5"].rows:
-        p_mrr, score = (row.numbers[columns.index(name)].value for name in ("FollowIR p-MRR", "FollowIR score"))
-        if p_mrr is not None and score is not None:
-            yield ChartedModel(
-                row.section,
-                row.name,
-                False,
-                IntervalEstimate(p_mrr, p_mrr, p_mrr),
-                IntervalEstimate(score, score, score),
-            )
+        values = [value for place in places if (value := row.numbers[place].value) is not None]
+        if len(values) == 2:
+            yield row.section, Bars(row.name, False, tuple(IntervalEstimate(value, value, value) for value in values))
 
 
 def _size(model: ReportedModel, rows: Mapping[str, str]) -> str | None:
     """Return the paper's heading for models of this size, from the model's own row or its backbone's."""
-    of_tables = [row for number in reversed(MODELS) for row in TABLES[number].rows]
-    return next(
-        (
-            row.section
-            for row in of_tables
-            if stands_for(model, row.name, rows) or plain(model.backbone or "") == plain(row.name)
-        ),
-        None,
-    )
+    for row in (row for number in reversed(MODELS) for row in TABLES[number].rows):
+        if stands_for(model, row.name, rows) or plain(model.backbone or "") == plain(row.name):
+            return row.section
+    return None
 
 
 def _x100(cell: Cell) -> IntervalEstimate:
     mean = cell.compared.mean
     return IntervalEstimate(100 * mean.value, 100 * mean.low, 100 * mean.high)
-
-
-def _chart(benchmark: str, score: str, charted: Sequence[ChartedModel], paper: bool) -> Chart:
-    groups: dict[str, list[ChartedModel]] = {model.group: [] for model in charted}
-    for model in sorted(charted, key=lambda model: -model.p_mrr.value):
-        groups[model.group].append(model)
-    scales = _scale(model.p_mrr for model in charted), _scale(model.score for model in charted)
-    return Chart(benchmark, score.removeprefix("average "), groups, scales, paper)
-
-
-def _scale(estimates: Iterable[IntervalEstimate]) -> Scale:
-    return Scale.enclosing([0.0, *(end for estimate in estimates for end in (estimate.low, estimate.high))])

@@ -20,8 +20,14 @@ class Printed:
     """The correct value; None if the paper has none."""
     printed: str | None = None
     """The paper's print, if it is known to be wrong."""
-    remark: str | None = None
+    why: str | None = None
     """Reason of the correction, or what the number contradicts."""
+
+    @property
+    def remark(self) -> str | None:
+        """The correction or the doubt in words."""
+        state = f"printed {self.printed}, read as {self.value}" if self.printed else "doubtful"
+        return f"{state}: {self.why}" if self.why else None
 
 
 @dataclass(frozen=True)
@@ -59,25 +65,21 @@ def _part(column: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 def _table(number: str, plain: Mapping[str, Any], corrections: Any, doubts: Any) -> PaperTable:
     columns, backbones = tuple(plain["columns"]), tuple(plain.get("backbones", ()))
     places = [(backbone, column) for backbone in backbones or (None,) for column in columns]
-    corrected = {
-        (c["row"], c.get("backbone"), c["column"]): Printed(c["reads"], c["printed"], c["why"])
-        for c in corrections
-        if c["table"] == number
+    marked: dict[tuple[str, str | None, str], Mapping[str, Any]] = {
+        (doubt["row"], doubt.get("backbone"), column): doubt
+        for doubt in doubts
+        for column in doubt["columns"]
+        if doubt["table"] == number
     }
-    doubted = {
-        (d["row"], d.get("backbone"), column): d["why"]
-        for d in doubts
-        if d["table"] == number
-        for column in d["columns"]
-    }
+    marked |= {(c["row"], c.get("backbone"), c["column"]): c for c in corrections if c["table"] == number}
     rows = []
     for group in plain["groups"]:
         for name, values in group["rows"].items():
             flat = [v for part in values for v in part] if isinstance(values[0], list) else values
-            numbers = [
-                corrected.get((name, *place), Printed(value, None, doubted.get((name, *place))))
-                for place, value in zip(places, flat, strict=True)
-            ]
+            numbers = []
+            for place, value in zip(places, flat, strict=True):
+                mark = marked.get((name, *place), {})
+                numbers.append(Printed(mark.get("reads", value), mark.get("printed"), mark.get("why")))
             rows.append(Row(name, group.get("title", ""), tuple(numbers)))
     return PaperTable(number, plain["title"], plain["rows"], columns, backbones, tuple(rows))
 

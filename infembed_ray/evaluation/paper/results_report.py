@@ -1,4 +1,4 @@
-"""`infembed report`: the paper's tables and figures from published results, beside the paper's own numbers."""
+"""`infembed report`: the paper's tables and figures from published results, with the paper's own numbers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from infembed_ray.config.base import nearest
 from infembed_ray.config.evaluation import ReportSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import obedience, results, tables
-from infembed_ray.evaluation.differences import Difference
 from infembed_ray.evaluation.paper import figures, published, sheets
 from infembed_ray.evaluation.paper.collection import CombinedResults, collect
 from infembed_ray.evaluation.paper.sheets import Sheet
@@ -22,30 +20,21 @@ from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import Published, Step, find_input
 
-PAGE, MARKDOWN, CSV, LATEX = tables.REPORT_FILE, "report.md", "tables.csv", "tables.tex"
+PAGE, MARKDOWN, CSV = tables.REPORT_FILE, "report.md", "tables.csv"
 
 
 @dataclass(frozen=True)
 class Report:
-    """The tables and figures of combined results.
-
-    Attributes:
-        outputs: label -> path of each evaluated output.
-        collection: its results.
-        ours: our tables.
-        papers: the paper's tables, with our rows.
-        bar_charts: Figure 5.
-        panels: Figure 6.
-        differences: the queries on which the models of a single evaluation differ most.
-    """
+    """The tables and figures of combined results."""
 
     outputs: Mapping[str, str]
+    """Label -> path of each evaluated output."""
     collection: CombinedResults
     ours: Sequence[Sheet]
     papers: Sequence[Sheet]
+    """The paper's tables, with our rows."""
     bar_charts: Sequence[figures.Chart]
-    panels: Sequence[figures.Panel]
-    differences: Sequence[Difference] = ()
+    """Figure 5."""
 
     @classmethod
     def from_collection(
@@ -53,15 +42,11 @@ class Report:
         outputs: Mapping[str, str],
         collection: CombinedResults,
         rows: Mapping[str, str] | None = None,
-        unfiltered: Sequence[str] = (),
-        differences: Sequence[Difference] = (),
     ) -> Report:
-        """Make the tables and figures; see `sheets.papers` for `rows` and `figures.figure_6` for `unfiltered`."""
-        rows = rows or {}
+        """Make the tables and figures; see `sheets.papers` for `rows`."""
         own = [*sheets.ours(collection), *sheets.obedience(collection)]
-        papers = sheets.papers(collection, rows)
-        charts, panels = figures.figure_5(collection, rows), figures.figure_6(collection, unfiltered)
-        return cls(outputs, collection, own, papers, charts, panels, differences)
+        papers, charts = sheets.papers(collection, rows or {}), figures.figure_5(collection, rows or {})
+        return cls(outputs, collection, own, papers, charts)
 
     @property
     def baselines(self) -> str | None:
@@ -71,11 +56,6 @@ class Report:
         if len(baselines) > 1:
             return "the first model of the same output, of a sweep its backbone as it is"
         return repr(baselines[0]) if baselines else None
-
-    @property
-    def note(self) -> str:
-        """How differences and intervals are computed."""
-        return tables.note(self.baselines)
 
     @property
     def conventions(self) -> Mapping[str, str]:
@@ -91,22 +71,20 @@ class Report:
 
     def as_html(self) -> str:
         """Render the page; equal reports give equal HTML."""
-        results, models = self.collection.results, self.collection.models.values()
+        models, tasks = self.collection.models.values(), self.collection.results.tasks.values()
+        shown = [figure.name for task in tasks for figure in task.figures]
         return page.render(
             "infembed_ray.evaluation.paper",
             "page.html",
             **vars(self),
             runs=sum(len(model.runs) for model in models),
-            values=sum(len(v) for of_model in results.scores.values() for t in of_model.values() for v in t.values()),
             spread=any(len(model.runs) > 1 for model in models),
             baselines=self.baselines,
             mark=tables.MARK,
-            note=self.note,
+            note=tables.note(self.baselines),
             conventions=self.conventions,
             notation={
-                mark: meaning
-                for mark, meaning in infir.MEANINGS.items()
-                if any(figure.name.endswith(mark) for task in results.tasks.values() for figure in task.figures)
+                mark: text for mark, text in infir.MEANINGS.items() if any(name.endswith(mark) for name in shown)
             },
             source=published.SOURCE,
             spans=lambda sheet: [(over, len(list(same))) for over, same in groupby(sheet.columns, key=lambda c: c[0])],
@@ -126,31 +104,27 @@ class Report:
         for sheet in sorted(self.papers if with_paper else (), key=lambda sheet: not sheet.ours):
             mine = "the paper's numbers, ours in bold; x100" if sheet.ours else "the paper's numbers only; x100"
             parts.append(f"## {sheet.name}: {sheet.title}\n\n{mine}\n\n{sheets.as_markdown(sheet)}")
-        results = self.collection.results
         listed = dict(self.conventions)
-        for task, asked in results.tasks.items():
+        for task, asked in self.collection.results.tasks.items():
             listed[task] = ", ".join(f"{fact.replace('_', ' ')} {value}" for fact, value in asked.about.items())
-        parts += [self.note, "\n".join(f"- {name}: {text}" for name, text in listed.items())]
+        parts += [tables.note(self.baselines), "\n".join(f"- {name}: {text}" for name, text in listed.items())]
         return "\n\n".join([*parts, *([f"The paper: {published.SOURCE}."] if with_paper else [])]) + "\n"
 
 
 def run(settings: ReportSettings) -> Published:
-    """Publish `report.html`, `report.md`, `tables.csv` and `tables.tex`.
+    """Publish `report.html`, `report.md` and `tables.csv`.
 
     Raises:
-        InputError: an output is not of `infembed evaluate` or `infembed sweep`, has other conventions, or cannot be combined
-            with another; or a name in the settings is unknown.
+        InputError: an output cannot be read, or not be combined with another, or a name in the settings is unknown.
     """
     paths, step = prepare(settings)
     if done := step.finished():
         return done
-    report = compose(settings, paths)
-    every = [*report.ours, *report.papers]
+    report = _compose(settings, paths)
     with step.publish() as staging:
         (staging.path / PAGE).write_text(report.as_html(), encoding="utf-8")
         (staging.path / MARKDOWN).write_text(report.as_markdown(), encoding="utf-8")
-        (staging.path / CSV).write_text(sheets.as_csv(every), encoding="utf-8")
-        (staging.path / LATEX).write_text(sheets.as_latex(every, report.note), encoding="utf-8")
+        (staging.path / CSV).write_text(sheets.as_csv([*report.ours, *report.papers]), encoding="utf-8")
         staging.counts = {"models": len(report.collection.models), "tasks": len(report.collection.results.tasks)}
         staging.facts = {"tables_with_ours": [sheet.name for sheet in report.papers if sheet.ours]}
     say(f"report: {report.summary}")
@@ -158,41 +132,27 @@ def run(settings: ReportSettings) -> Published:
 
 
 def prepare(settings: ReportSettings) -> tuple[dict[str, Place], Step]:
-    """Locate the results by their labels, and identify the report.
-
-    Raises:
-        InputError: an output does not exist, or a label in the settings is unknown.
-    """
+    """Locate the results by their labels, and identify the report; InputError if one does not exist."""
     if not settings.results:
         raise InputError("results is empty: set results.LABEL=<output of infembed evaluate or infembed sweep>")
-    for label in settings.unfiltered:
-        if label not in settings.results:
-            raise InputError(f"unfiltered={label}: no output has this label; {nearest(label, settings.results)}")
     paths = {label: find_input(value, f"results.{label}") for label, value in settings.results.items()}
     # The position is part of the identity, because it decides the order of the models.
     inputs = {f"results.{label} ({position})": path for position, (label, path) in enumerate(paths.items())}
     return paths, Step("report", settings, settings.output, inputs)
 
 
-def compose(settings: ReportSettings, paths: Mapping[str, Place]) -> Report:
-    """Read and combine the results, and make their report.
-
-    Raises:
-        InputError: as `run`.
-    """
+def _compose(settings: ReportSettings, paths: Mapping[str, Place]) -> Report:
     collection = collect({label: results.read(path, f"results.{label}") for label, path in paths.items()})
-    if settings.baseline is not None:
-        collection = collection.against(settings.baseline)
-    return Report.from_collection(settings.results, collection, settings.rows, settings.unfiltered)
+    return Report.from_collection(settings.results, collection, settings.rows)
 
 
-def of_evaluation(output: str, evaluated: Results, differences: Sequence[Difference] = ()) -> Report:
+def of_evaluation(output: str, evaluated: Results) -> Report:
     """Make the report of a single evaluation, whose output is at this path."""
-    return Report.from_collection({"results": output}, collect({"results": evaluated}), differences=differences)
+    return Report.from_collection({"results": output}, collect({"results": evaluated}))
 
 
 def describe(settings: ReportSettings) -> Iterator[str]:
-    """Yield what a run would do, line by line; InputError as `prepare`."""
+    """Yield what a run would do, line by line; InputError as `run`."""
     paths, step = prepare(settings)
     if not (yield from state(step)):
-        yield f"results: {compose(settings, paths).summary}"
+        yield f"results: {_compose(settings, paths).summary}"

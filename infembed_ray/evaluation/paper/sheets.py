@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 import numpy as np
 
@@ -15,22 +15,18 @@ from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import tables
 from infembed_ray.evaluation.paper.collection import BASE, PER_SEED, CombinedResults, ReportedModel
-from infembed_ray.evaluation.paper.published import COLUMNS, TABLES, PaperTable, Row
+from infembed_ray.evaluation.paper.published import COLUMNS, TABLES, Row
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.scoring import Scores
-from infembed_ray.evaluation.significance import Stratum, compare
+from infembed_ray.evaluation.significance import Compared, Stratum, compare
 from infembed_ray.evaluation.tables import MARK, WIDTH, Cell, Column
-from infembed_ray.evaluation.tasks.catalogue import MODE
+from infembed_ray.evaluation.tasks.catalogue import AS_PAPER
 
-_DECIMALS = {"2": 1, "3": 2, "4": 2, "5": 1, "6": 2}
-"""Decimals of each table in the paper."""
 CONTROLLED = "condition"
 """Kind of the rows of a table of controls, whose sections are models."""
 _CONTROL_NOTE = "Means x100 and 95% intervals over queries, under control instructions; the end of this page explains conditions and figures"
-AS_PAPER = f"{MODE}paper"
-"""Ends the names of tasks under the paper's protocol."""
 MODELS = ("2", "5")
-"""Tables whose rows are models; rows of the other tables are rows of sweeps."""
+"""Tables whose rows are models, in one decimal; rows of the other tables are rows of sweeps, in two decimals."""
 
 
 @dataclass(frozen=True)
@@ -43,30 +39,23 @@ class Number:
     stdev_over_seeds: str | None = None
     difference: str | None = None
     """Difference to the baseline, with its sign."""
-    difference_low: str | None = None
-    difference_high: str | None = None
-    p: float | None = None
     p_holm: float | None = None
     significant: bool = False
-    printed: str | None = None
-    """The paper's print, if it is known to be wrong."""
     remark: str | None = None
+    """What is wrong or doubtful in the paper's print."""
 
     @classmethod
-    def from_cell(cls, column: Column, cell: Cell, spread: float | None) -> Number:
+    def from_cell(cls, column: Column, cell: Cell, spread: float | None = None) -> Number:
         """Format one of our cells."""
         mean, delta = cell.compared.mean, cell.compared.difference
         return cls(
             value=column.number(mean.value),
             low=column.number(mean.low),
             high=column.number(mean.high),
+            stdev_over_seeds=None if spread is None else column.number(spread),
             difference=None if delta is None else column.number(delta.value, sign=True),
-            difference_low=None if delta is None else column.number(delta.low, sign=True),
-            difference_high=None if delta is None else column.number(delta.high, sign=True),
-            p=cell.compared.p,
             p_holm=cell.adjusted,
             significant=cell.significant,
-            stdev_over_seeds=None if spread is None else column.number(spread),
         )
 
 
@@ -108,36 +97,53 @@ class Sheet:
         return self.ours and any(not line.ours for line in self.lines)
 
     @property
+    def titles(self) -> list[str]:
+        """The names of its columns, each with its heading."""
+        return [" ".join(filter(None, column)) for column in self.columns]
+
+    @property
     def remarks(self) -> list[str]:
         """Corrections and doubts of the paper's numbers."""
         places: dict[tuple[str, str], list[str]] = {}
         for line in self.lines:
-            for number, column in zip(line.numbers, self.columns, strict=True):
+            for number, title in zip(line.numbers, self.titles, strict=True):
                 if number is not None and number.remark is not None:
-                    state = f"printed {number.printed}, read as {number.value}" if number.printed else "doubtful"
-                    place = " ".join(filter(None, column))
-                    places.setdefault((line.label, f"{state}: {number.remark}"), []).append(place)
+                    places.setdefault((line.label, number.remark), []).append(title)
         return [f"{row}, {', '.join(columns)}: {remark}" for (row, remark), columns in places.items()]
+
+
+class _Evaluated:
+    """The models that have any of some columns, and their numbers."""
+
+    def __init__(self, collection: CombinedResults, columns: Sequence[Column]) -> None:
+        self._columns = [(column, collection.cells(column)) for column in columns]
+        self.models = [m for m in collection.models.values() if any(m.key in cell_of for _, cell_of in self._columns)]
+
+    def numbers(self, model: ReportedModel | None) -> tuple[Number | None, ...]:
+        return tuple(
+            None
+            if model is None or model.key not in cell_of
+            else Number.from_cell(column, cell_of[model.key], model.spread(column))
+            for column, cell_of in self._columns
+        )
 
 
 def ours(collection: CombinedResults) -> list[Sheet]:
     """Make one table per benchmark, with all models that were evaluated on it; a sweep's models are grouped by backbone."""
     sheets = []
     for benchmark, columns in tables.columns(collection.results).items():
-        cells_of = [collection.cells(column) for column in columns]
-        there = [model for model in collection.models.values() if any(model.key in of_column for of_column in cells_of)]
+        evaluated = _Evaluated(collection, columns)
+        backbones = list(dict.fromkeys(model.backbone for model in evaluated.models))
         lines = [
-            Line(model.shown, True, model.backbone or "", tuple(_numbers(model, columns, cells_of)), len(model.runs))
-            for backbone in dict.fromkeys(model.backbone for model in there)
-            for model in there
-            if model.backbone == backbone
+            Line(model.shown, True, model.backbone or "", evaluated.numbers(model), len(model.runs))
+            for model in sorted(evaluated.models, key=lambda model: backbones.index(model.backbone))
         ]
         sheets.append(Sheet(benchmark, "", "model", _headings([column.title for column in columns]), tuple(lines)))
     return sheets
 
 
 def obedience(collection: CombinedResults) -> list[Sheet]:
-    """Make one table per task with controls: each model under every condition, then BM25 and a constant scorer."""
+    """Make one table per task with controls: each model under every condition, then BM25."""
     results, sheets = collection.results, []
     for task, summary in results.tasks.items():
         asked = {
@@ -166,34 +172,28 @@ def _controls(
     for label, scores in asked.items():
         if figure in scores:
             of_queries.setdefault(tuple(sorted(scores[figure])), []).append(label)
-    shown = Column(figure, (), 100, 1).number
-    number_of = {}
+    column, number_of = Column(figure, (), 100, 1), {}
     for queries, labels in of_queries.items():
-        table = np.array([[asked[label][figure][query] for label in labels] for query in queries])
-        compared = compare([Stratum.from_values(table, [groups.get(query, query) for query in queries])])
-        for label, cell in zip(labels, compared, strict=True):
-            mean = cell.mean
-            number_of[label] = Number(shown(mean.value), shown(mean.low), shown(mean.high))
+        values = np.array([[asked[label][figure][query] for label in labels] for query in queries])
+        cells = compare([Stratum.from_values(values, [groups.get(query, query) for query in queries])])
+        for label, cell in zip(labels, cells, strict=True):
+            number_of[label] = Number.from_cell(column, Cell(Compared(cell.mean)))
     return number_of
 
 
 def papers(collection: CombinedResults, rows: Mapping[str, str]) -> list[Sheet]:
     """Make Tables 2 to 6 of the paper, with our results below their rows; Table 6 is one table per backbone.
 
-    Args:
-        collection: our results.
-        rows: label or key of a model -> its row in Tables 2 and 5, if the names differ.
-
-    Raises:
-        InputError: a model or a row is unknown.
+    `rows` maps a label or key to its row in Tables 2 and 5, if the names differ; InputError if either is unknown.
     """
     row_names = {row.name for number in MODELS for row in TABLES[number].rows}
     labels = {model.label for model in collection.models.values()} | set(collection.models)
     for label, row in rows.items():
         if label not in labels:
-            raise InputError(f"rows.{label}: no model has this name; {nearest(label, labels)}")
+            raise InputError.of(f"rows.{label}", None, "no model has this name", nearest(label, labels))
         if row not in row_names:
-            raise InputError(f"rows.{label}={row}: no row of Tables 2 and 5 has this name; {nearest(row, row_names)}")
+            fault = "no row of Tables 2 and 5 has this name"
+            raise InputError.of(f"rows.{label}", row, fault, nearest(row, row_names))
     return [sheet for number in TABLES for sheet in _paper_sheets(number, collection, rows)]
 
 
@@ -204,90 +204,69 @@ def stands_for(model: ReportedModel, row: str, rows: Mapping[str, str]) -> bool:
         return given == row
     if model.backbone is not None:
         return model.label == BASE and plain(model.backbone) == plain(row)
-    names = [model.label, *(name for name, entry in baselines.entries().items() if entry.rows and _is(model, entry))]
+    names = [model.label, *(name for name, entry in baselines.entries().items() if _is(model, entry))]
     return plain(row) in map(plain, names)
 
 
 def _is(model: ReportedModel, entry: baselines.Baseline) -> bool:
     """Whether the model is this baseline, with the same weights, prompts, pooling and lengths."""
     about, settings = model.about, entry.settings.model_dump(mode="json", exclude_defaults=True)
-    compared = type(entry.settings).model_fields.keys() - {"dtype", "api", *PER_SEED}
+    compared = type(entry.settings).model_fields.keys() - {"dtype", "endpoint", *PER_SEED}
     return about["model"][0] == settings.get("model") and all(about.get(n) == settings.get(n) for n in compared)
 
 
 def _paper_sheets(number: str, collection: CombinedResults, rows: Mapping[str, str]) -> Iterator[Sheet]:
-    table = TABLES[number]
-    columns = [Column(name, _measured(collection, COLUMNS[name]), 100, _DECIMALS[number]) for name in table.columns]
-    cells_of = [collection.cells(column) for column in columns]
-    there = [model for model in collection.models.values() if any(model.key in of_column for of_column in cells_of)]
+    table, decimals = TABLES[number], 1 if number in MODELS else 2
+    parts = [_measured(collection, COLUMNS[name]) for name in table.columns]
+    columns = [Column(name, of_name, 100, decimals) for name, of_name in zip(table.columns, parts, strict=True)]
+    evaluated = _Evaluated(collection, columns)
+
+    def printed(row: Row, backbone: str | None) -> list[Number | None]:
+        """Format a row's numbers of one backbone; None for backbones that are not in the paper."""
+        wide = len(table.columns)
+        if backbone is not None and backbone not in table.backbones:
+            return [None] * wide
+        at = 0 if backbone is None else table.backbones.index(backbone) * wide
+        return [
+            None if n.value is None else Number(f"{n.value:.{decimals}f}", remark=n.remark)
+            for n in row.numbers[at : at + wide]
+        ]
 
     def matching(row: Row, backbone: str | None) -> list[ReportedModel]:
         if number in MODELS:
-            return [model for model in there if stands_for(model, row.name, rows)]
-        of_row = [model for model in there if plain(model.label) == plain(row.name)]
+            return [model for model in evaluated.models if stands_for(model, row.name, rows)]
+        of_row = [model for model in evaluated.models if plain(model.label) == plain(row.name)]
         return [m for m in of_row if backbone is None or plain(m.backbone or "") == plain(backbone)]
 
     def lines(row: Row, backbones: Sequence[str | None]) -> Iterator[Line]:
         """Yield the paper's row, then ours; several backbones are side by side."""
-        printed: list[Number | None] = []
-        for backbone in backbones:
-            printed += _of_paper(table, row, backbone, _DECIMALS[number])
-        if any(number is not None for number in printed):
-            yield Line(row.name, False, row.section, tuple(printed))
-        of_backbones = [matching(row, backbone) for backbone in backbones]
-        for at in range(max(map(len, of_backbones))):
-            models = [of_one[at] if at < len(of_one) else None for of_one in of_backbones]
-            numbers = [n for model in models for n in _numbers(model, columns, cells_of)]
+        of_paper = [n for backbone in backbones for n in printed(row, backbone)]
+        if any(number is not None for number in of_paper):
+            yield Line(row.name, False, row.section, tuple(of_paper))
+        for models in zip_longest(*(matching(row, backbone) for backbone in backbones)):
             present = [model for model in models if model is not None]
             label = present[0].key if len(backbones) == 1 else row.name
-            yield Line(label, True, row.section, tuple(numbers), max(len(model.runs) for model in present))
+            numbers = tuple(n for model in models for n in evaluated.numbers(model))
+            yield Line(label, True, row.section, numbers, max(len(model.runs) for model in present))
 
+    headings, printed_backbones = _headings(table.columns), set(map(plain, table.backbones))
+    extra = dict.fromkeys(model.backbone for model in evaluated.models if model.backbone is not None)
+    backbones = [*table.backbones, *(backbone for backbone in extra if plain(backbone) not in printed_backbones)]
+    sides: dict[str, Sequence[str | None]] = {f"Table {number}, {backbone}": [backbone] for backbone in backbones}
     if not table.backbones:
-        parts: list[tuple[str, list[str | None]]] = [(f"Table {number}", [None])]
-    else:
-        extra = [model.backbone for model in there if model.backbone is not None]
-        printed_backbones = {plain(backbone) for backbone in table.backbones}
-        backbones = list(dict.fromkeys([*table.backbones, *(b for b in extra if plain(b) not in printed_backbones)]))
-        if number == "3":
-            parts = [("Table 3", [*backbones])]
-        else:
-            parts = [(f"Table {number}, {backbone}", [backbone]) for backbone in backbones]
-    for name, of_part in parts:
-        if len(of_part) == 1:
-            headings = _headings(table.columns)
-        else:
-            headings = tuple((str(b), column.removeprefix("FollowIR ")) for b in of_part for column in table.columns)
-        found_lines = [line for row in table.rows for line in lines(row, of_part)]
-        yield Sheet(name, table.title, table.of, headings, tuple(found_lines))
+        sides = {f"Table {number}": [None]}
+    elif number == "3":
+        sides = {"Table 3": backbones}
+        headings = tuple((b, column.removeprefix("FollowIR ")) for b in backbones for column in table.columns)
+    for name, side in sides.items():
+        of_side = tuple(line for row in table.rows for line in lines(row, side))
+        yield Sheet(name, table.title, table.of, headings, of_side)
 
 
 def _measured(collection: CombinedResults, parts: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
     """Return the tasks that stand for those of the paper: under its own protocol, if they were evaluated so."""
     as_paper = tuple((f"{task}{AS_PAPER}", figure) for task, figure in parts)
     return as_paper if all(task in collection.results.tasks for task, _ in as_paper) else parts
-
-
-def _of_paper(table: PaperTable, row: Row, backbone: str | None, decimals: int) -> list[Number | None]:
-    """Return a row's numbers for one backbone; None for backbones that are not in the paper."""
-    wide = len(table.columns)
-    if backbone is not None and backbone not in table.backbones:
-        return [None] * wide
-    at = 0 if backbone is None else table.backbones.index(backbone) * wide
-    return [
-        None if n.value is None else Number(f"{n.value:.{decimals}f}", printed=n.printed, remark=n.remark)
-        for n in row.numbers[at : at + wide]
-    ]
-
-
-def _numbers(
-    model: ReportedModel | None, columns: Sequence[Column], cells_of: Sequence[Mapping[str, Cell]]
-) -> list[Number | None]:
-    return [
-        None
-        if model is None or model.key not in of_column
-        else Number.from_cell(column, of_column[model.key], model.spread(column))
-        for column, of_column in zip(columns, cells_of, strict=True)
-    ]
 
 
 def _headings(titles: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -305,119 +284,23 @@ def plain(name: str) -> str:
     return re.sub(r"[^a-z0-9+]", "", name.lower())
 
 
-# ------------------------------------------------------------------------------------------- Markdown, text, CSV, LaTeX
+# ------------------------------------------------------------------------------------------------ Markdown, text, CSV
 
 
 def as_markdown(sheet: Sheet) -> str:
     """Format a table, ours in bold beside the paper's, with remarks on errors in the paper's print."""
-    above = [over for over, _ in sheet.columns]
-    header = [sheet.of, *(" ".join(filter(None, (over, name))) for over, name in sheet.columns)]
-    rows = [header, ["---"] + ["---:"] * len(above)]
+    wide = len(sheet.columns)
+    rows = [[sheet.of, *sheet.titles], ["---"] + ["---:"] * wide]
     for section, lines in groupby(sheet.lines, key=lambda line: line.section):
         if section:
-            rows.append([f"*{section}*"] + [""] * len(above))
+            rows.append([f"*{section}*"] + [""] * wide)
         for line in lines:
-            label = (f"**{line.label}**" if line.ours and sheet.mixed else line.label) + _seeds(line)
-            rows.append([label, *(_markdown(number) for number in line.numbers)])
+            label = f"**{line.label}**" if line.ours and sheet.mixed else line.label
+            label += f" ({line.seeds} seeds)" if line.seeds > 1 else ""
+            rows.append([label, *map(_markdown, line.numbers)])
     table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     remarks = [f"- † {remark}" for remark in sheet.remarks]
     return "\n".join([*table, *(["", *remarks] if remarks else [])])
-
-
-def as_text(sheet: Sheet) -> str:
-    """Format means and differences for a terminal or a log, in tables of at most `WIDTH` characters per line."""
-    header = [sheet.of, *(" ".join(filter(None, column)) for column in sheet.columns)]
-    rows = [header, *([line.label, *map(_as_text, line.numbers)] for line in sheet.lines)]
-    first, *others = [[cell.ljust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
-    parts = [[first]]
-    for column in others:  # each part begins with the labels
-        if len(parts[-1]) > 1 and sum(len(c[0]) + 2 for c in parts[-1]) + len(column[0]) > WIDTH:
-            parts.append([first])
-        parts[-1].append(column)
-    blocks = []
-    for part in parts:
-        lines = ["  ".join(row).rstrip() for row in zip(*part, strict=True)]
-        rule = "  ".join("-" * len(column[0]) for column in part)
-        blocks.append("\n".join([sheet.name, lines[0], rule, *lines[1:]]))
-    return "\n\n".join(blocks)
-
-
-def as_csv(sheets: Iterable[Sheet]) -> str:
-    """Format all tables as one, with one line per number."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["table", "section", "row", "source", "seeds", "column", *(field.name for field in fields(Number))])
-    for sheet in sheets:
-        for line in sheet.lines:
-            source = "ours" if line.ours else "paper"
-            for number, column in zip(line.numbers, sheet.columns, strict=True):
-                if number is not None:
-                    place = (sheet.name, line.section, line.label, source, line.seeds if line.ours else "")
-                    values = asdict(number) | {
-                        "significant": None if number.p is None else str(number.significant).lower()
-                    }
-                    writer.writerow([*place, " ".join(filter(None, column)), *values.values()])
-    return text.getvalue()
-
-
-def as_latex(sheets: Iterable[Sheet], note: str) -> str:
-    """Format all tables for `\\input` (packages booktabs and graphicx); ours in bold beside the paper's, without intervals."""
-    parts = [f"% {note}", *(_latex(sheet) for sheet in sheets)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _latex(sheet: Sheet) -> str:
-    wide = len(sheet.columns)
-    lines = []
-    if any(over for over, _ in sheet.columns):
-        spans = [(over, len(list(same))) for over, same in groupby(sheet.columns, key=lambda column: column[0])]
-        lines.append(
-            " & ".join(["", *(f"\\multicolumn{{{n}}}{{c}}{{{_escaped(over)}}}" for over, n in spans)]) + " \\\\"
-        )
-    lines.append(" & ".join([sheet.of, *(_escaped(name) for _, name in sheet.columns)]) + " \\\\")
-    lines.append("\\midrule")
-    for section, of_section in groupby(sheet.lines, key=lambda line: line.section):
-        if section:
-            lines.append(f"\\multicolumn{{{wide + 1}}}{{l}}{{\\textit{{{_escaped(section)}}}}} \\\\")
-        for line in of_section:
-            bold = line.ours and sheet.mixed
-            # A row that begins with a bracket or a star would be an argument of the preceding \\.
-            label = f"\\textbf{{{_escaped(line.label)}}}" if bold else "{}" + _escaped(line.label)
-            lines.append(" & ".join([label, *(_latex_number(n, bold) for n in line.numbers)]) + " \\\\")
-    remarks = [f"\\par\\footnotesize $\\dagger$ {_escaped(remark)}" for remark in sheet.remarks]
-    caption = ": ".join(filter(None, (sheet.name, sheet.title)))
-    return "\n".join(
-        [
-            "\\begin{table}",
-            "\\centering",
-            f"\\caption{{{_escaped(caption)}}}",
-            f"\\resizebox{{\\linewidth}}{{!}}{{\\begin{{tabular}}{{l{'r' * wide}}}",
-            "\\toprule",
-            *lines,
-            "\\bottomrule",
-            "\\end{tabular}}",
-            *remarks,
-            "\\end{table}",
-        ]
-    )
-
-
-def _latex_number(number: Number | None, bold: bool) -> str:
-    if number is None:
-        return "--"
-    value = f"\\textbf{{{number.value}}}" if bold else number.value
-    marks = ("\\dagger" if number.remark else "") + ("*" if number.significant else "")
-    return f"{value}$^{{{marks}}}$" if marks else value
-
-
-_SPECIAL = str.maketrans(
-    {c: f"\\{c}" for c in "&%$#_{}"}
-    | {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "<": "$<$", ">": "$>$"}
-)
-
-
-def _escaped(text: str) -> str:
-    return text.translate(_SPECIAL)
 
 
 def _markdown(number: Number | None) -> str:
@@ -433,11 +316,37 @@ def _markdown(number: Number | None) -> str:
     return " ".join(parts)
 
 
-def _as_text(number: Number | None) -> str:
+def as_text(sheet: Sheet) -> str:
+    """Format means and differences for a terminal or a log, in tables of at most `WIDTH` characters per line."""
+    rows = [[sheet.of, *sheet.titles], *([line.label, *map(_text, line.numbers)] for line in sheet.lines)]
+    first, *others = [[cell.ljust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
+    parts = [[first]]
+    for column in others:  # each part begins with the labels
+        if len(parts[-1]) > 1 and sum(len(c[0]) + 2 for c in parts[-1]) + len(column[0]) > WIDTH:
+            parts.append([first])
+        parts[-1].append(column)
+    blocks = []
+    for part in parts:
+        header, *lines = ["  ".join(row).rstrip() for row in zip(*part, strict=True)]
+        blocks.append("\n".join([sheet.name, header, "  ".join("-" * len(column[0]) for column in part), *lines]))
+    return "\n\n".join(blocks)
+
+
+def _text(number: Number | None) -> str:
     if number is None:
         return "n/a"
     return " ".join(filter(None, (number.value, number.difference))) + (MARK if number.significant else "")
 
 
-def _seeds(line: Line) -> str:
-    return f" ({line.seeds} seeds)" if line.seeds > 1 else ""
+def as_csv(sheets: Iterable[Sheet]) -> str:
+    """Format all tables as one, with one line per number."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["table", "section", "row", "source", "seeds", "column", *(field.name for field in fields(Number))])
+    for sheet in sheets:
+        for line in sheet.lines:
+            place = [sheet.name, line.section, line.label, *(("ours", line.seeds) if line.ours else ("paper", ""))]
+            for number, title in zip(line.numbers, sheet.titles, strict=True):
+                if number is not None:
+                    writer.writerow([*place, title, *asdict(number).values()])
+    return text.getvalue()

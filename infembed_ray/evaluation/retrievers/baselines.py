@@ -1,8 +1,4 @@
-"""Resolves and loads retrievers: checkpoints, the baselines of the tables, and mappings of settings.
-
-The baselines are data (baselines.yaml): those of the paper's Tables 2 and 5 and some newer ones, each with the prompts,
-pooling and lengths it was made for.
-"""
+"""Resolves and loads retrievers: checkpoints, the baselines of the tables (baselines.yaml), and mappings of settings."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -20,9 +16,7 @@ import yaml
 
 from infembed_ray.config.base import nearest
 from infembed_ray.config.evaluation import RetrieverSettings
-from infembed_ray.config.training import Template
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.retrievers import runs
 from infembed_ray.evaluation.retrievers.retriever import Retriever
 from infembed_ray.modeling import checkpoint
 from infembed_ray.storage import steps
@@ -39,13 +33,10 @@ _CLASSES = {
     "seq2seq": ("modeling.rerankers", "Seq2Seq"),
     "causal": ("modeling.rerankers", "Causal"),
     "classifier": ("modeling.rerankers", "Classifier"),
-    "random": ("modeling.rerankers", "RandomReranker"),
 }
 """Kind -> module and class of its retriever, imported when it is loaded: some import torch or transformers."""
-_WITHOUT_WEIGHTS = ("api", "bm25", "random", "run")
+_WITHOUT_WEIGHTS = ("api", "bm25", "run")
 """Kinds that take neither a device nor a number of tokens."""
-
-# ------------------------------------------------------------------------------------------------------ entries
 
 
 @dataclass(frozen=True)
@@ -55,12 +46,8 @@ class Baseline:
     name: str
     values: Mapping[str, Any]
     """Its settings as the file has them."""
-    rows: tuple[str, ...]
-    """Its rows in the paper's Tables 2 and 5; none for newer models."""
     source: str
     """Source of prompts, pooling and lengths, and what is uncertain about them."""
-    refused: str | None
-    """Why it cannot run, and what to do instead; None: it can."""
 
     @cached_property
     def settings(self) -> RetrieverSettings:
@@ -73,57 +60,51 @@ def entries() -> Mapping[str, Baseline]:
     """Read the baselines, by name."""
     listed: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     return {
-        name: Baseline(name, values, tuple(values.pop("rows", ())), values.pop("source"), values.pop("refused", None))
+        name: Baseline(name, values, values.pop("source"))
         for name, values in ((name, dict(values)) for name, values in listed.items())
     }
 
 
-# -------------------------------------------------------------------------------------- from setting to retriever
-
-
 def resolve(
-    label: str,
-    model: str | Mapping[str, Any] | RetrieverSettings,
-    template: Template | None = None,
-    where: str | None = None,
+    label: str, model: str | Mapping[str, Any] | RetrieverSettings, where: str | None = None
 ) -> RetrieverSettings:
-    """Return the complete settings of the retriever `models.<label>`, with absolute paths. Reads no weights.
+    """Return the complete settings of a retriever, with absolute paths. Reads no weights.
 
     Args:
         label: of the model in the evaluation's settings.
         model: a checkpoint directory, a hub name, the name of a baseline, or settings, perhaps over those of a baseline.
-        template: for a checkpoint that has none, where the settings give no formats.
-        where: setting of the model, for error messages; None: `models.<label>`.
+        where: setting of the model, for errors; None: `models.<label>`.
 
     Raises:
-        InputError: the baseline is unknown or cannot run, or the settings do not fit together.
+        InputError: the baseline is unknown, or the settings do not fit together.
     """
     where = where or f"models.{label}"
     if isinstance(model, str):
-        if not _is_checkpoint(model):
-            return _baseline(where, model, ()).settings
-        model = {"model": model}
+        is_checkpoint = is_uri(model) or "/" in model or model.startswith((".", "~")) or Path(model).is_dir()
+        model = {"model" if is_checkpoint else "baseline": model}
     settings = RetrieverSettings.from_mapping(dict(model), f"{where}.") if isinstance(model, Mapping) else model
     if settings.baseline is not None:
         settings = _over_baseline(where, settings.baseline, settings.model_dump(exclude_unset=True))
-    if settings.kind == "encoder" and settings.template is None and settings.instructed_query is None:
-        settings = settings.model_copy(update={"template": template})
-    if settings.kind == "api":  # workers have other working directories
-        files = {name: getattr(settings.api, name) for name in ("journal", "prices")}
-        absolute = {name: str(steps.local_path(file, f"{where}.api.{name}")) for name, file in files.items() if file}
-        return settings.model_copy(update={"api": settings.api.model_copy(update=absolute)})
     if settings.kind == "run":
-        return settings.model_copy(update={"runs": runs.absolute(settings.runs, where)})
-    places = {part: _absolute(name, f"{where}.{part}") for part, name, _ in _models(settings)}
+        run = steps.resolve_input(settings.model, f"{where}.model")
+        return settings.model_copy(update={"model": settings.model if is_uri(settings.model) else str(run.absolute())})
+    # Workers have other working directories.
+    places = {part: _absolute(name, f"{where}.{part}") for part, name, _ in _weights(settings)}
     return settings.model_copy(update=places)
 
 
 def _over_baseline(where: str, name: str, given: Mapping[str, Any]) -> RetrieverSettings:
     """Merge given values over those of the baseline. Another model does not inherit the revision."""
-    values = dict(_baseline(where, name, given).values)
-    for model, revision in (("model", "revision"), ("adapter", "adapter_revision")):
-        if model in given:
-            values.pop(revision, None)
+    if name not in entries():
+        raise InputError.of(
+            where,
+            name,
+            f"no such baseline, {nearest(name, entries())}",
+            "or give a checkpoint directory, or a hub name like org/model",
+        )
+    values = dict(entries()[name].values)
+    if "model" in given:
+        values.pop("revision", None)
     return _validated(_merged(values, {key: v for key, v in given.items() if key != "baseline"}), name, f"{where}.")
 
 
@@ -140,24 +121,8 @@ def _merged(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def _baseline(where: str, name: str, given: Collection[str]) -> Baseline:
-    if name not in entries():
-        raise InputError(
-            f"{where}={name}: no such baseline, {nearest(name, entries())}; "
-            "or give a checkpoint directory, or a hub name like org/model"
-        )
-    baseline = entries()[name]
-    if baseline.refused is not None and "model" not in given:
-        raise InputError(f"{where}={name}: {baseline.refused}")
-    return baseline
-
-
 def _absolute(model: str, setting: str) -> str:
-    """Return a model directory as an absolute path, with `latest` followed; a hub name stays as it is.
-
-    Raises:
-        InputError: the value looks like a directory that does not exist.
-    """
+    """Return a model directory as an absolute path, with `latest` followed; a hub name stays as it is."""
     if is_uri(model):
         return steps.open_input(model, setting).uri
     path = Path(model).expanduser().absolute()
@@ -170,43 +135,38 @@ def _absolute(model: str, setting: str) -> str:
     return model
 
 
-def _is_checkpoint(model: str) -> bool:
-    return is_uri(model) or "/" in model or model.startswith((".", "~")) or Path(model).is_dir()
-
-
 def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str, Place], dict[str, str]]:
     """Return a retriever's part of the identity of a `steps.Step`: paths, and names of what is not a path.
 
     Raises:
-        InputError: a directory is missing or holds no model, the hub has no such model, a package is missing, or the
-            description of an API is incomplete.
+        InputError: there is no such model, a package is missing, or an API has no URL.
     """
-    if settings.kind == "sentence_transformers":
-        if importlib.util.find_spec("sentence_transformers") is None:
-            raise InputError(
-                f"{where}={settings.baseline or settings.model}: needs the package sentence-transformers; "
-                "pip install 'infembed-ray[sentence-transformers]'"
-            )
-    elif settings.kind == "api":
-        from infembed_ray.evaluation.retrievers import api
+    kind, names = settings.kind, {"retriever": json.dumps(settings.identity(), sort_keys=True)}
+    if kind == "sentence_transformers" and importlib.util.find_spec("sentence_transformers") is None:
+        raise InputError.of(
+            where,
+            settings.baseline or settings.model,
+            "needs the package sentence-transformers",
+            "pip install 'infembed-ray[sentence-transformers]'",
+        )
+    if kind == "bm25":
+        from infembed_ray.modeling import terms
 
-        api.require_usable(settings, where)
-    elif settings.kind == "bm25":
-        from infembed_ray.evaluation.retrievers import bm25
-
-        bm25.tokenizer(settings.bm25, where)
-    paths, names = dict[str, Place](), {"retriever": json.dumps(settings.identity(), sort_keys=True)}
-    if settings.kind == "api":
-        return paths, names | {"model": settings.model}
-    if settings.kind == "run":
-        return {f"runs.{number}": place_of(path) for number, path in enumerate(settings.runs)}, names
-    for part, model, revision in _models(settings):
+        terms.tokenizer(settings.bm25, where)
+    if kind == "api":
+        url = settings.endpoint.base_url
+        if not url.startswith(("http://", "https://")):
+            raise InputError.of(f"{where}.endpoint.base_url", url, "not a URL", "write it like https://host/v1")
+        return {}, names | {"model": f"{url} {settings.model}"}
+    if kind == "run":
+        return {"model": place_of(settings.model)}, names
+    paths = dict[str, Place]()
+    for part, model, revision in _weights(settings):
         place = place_of(model)
         stored = isinstance(place, Folder) or place.is_dir()
-        if part == "adapter" and stored:
-            for file in ("adapter_config.json", "adapter_model.safetensors"):
-                if not (place / file).is_file():
-                    raise InputError(f"{where}.adapter={model}: no {file} in this directory; give one that peft wrote")
+        if part == "adapter" and stored and not (place / "adapter_config.json").is_file():
+            fault = "no adapter_config.json in this directory"
+            raise InputError.of(f"{where}.adapter", model, fault, "give one that peft wrote")
         if part == "model":
             checkpoint.locate(model, f"{where}.{part}", revision)
         if stored:
@@ -218,9 +178,11 @@ def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str,
     return paths, names
 
 
-def _models(settings: RetrieverSettings) -> list[tuple[str, str, str | None]]:
+def _weights(settings: RetrieverSettings) -> list[tuple[str, str, str | None]]:
     """Return (part, directory or hub name, revision) of a local retriever's weights."""
-    parts = [("model", settings.model, settings.revision), ("adapter", settings.adapter, settings.adapter_revision)]
+    if settings.kind in _WITHOUT_WEIGHTS:
+        return []
+    parts = [("model", settings.model, settings.revision), ("adapter", settings.adapter, None)]
     return [(part, model, revision) for part, model, revision in parts if model]
 
 
@@ -237,20 +199,13 @@ def identity(settings: RetrieverSettings) -> str:
 def load(
     settings: RetrieverSettings, device: str = "cpu", batch_tokens: int = 4096, known: str | None = None
 ) -> Retriever:
-    """Load the retriever of resolved settings.
+    """Load the retriever of settings from `resolve`; `batch_tokens` bound a forward pass, with padding.
 
-    Args:
-        settings: from `resolve`.
-        device: torch device.
-        batch_tokens: tokens of a forward pass, with padding.
-        known: identity of the retriever, if it is known; computing it reads all weights.
-
-    Raises:
-        InputError: a model, a key or a package is missing.
+    Computing the identity reads all weights, if it is not `known`. InputError: a model, a key or a package is missing.
     """
     own = known or identity(settings)
     # A model in an object store is copied to this node.
-    copies = {part: checkpoint.local(model) for part, model, _ in _models(settings) if is_uri(model)}
+    copies = {part: checkpoint.local(model) for part, model, _ in _weights(settings) if is_uri(model)}
     settings = settings.model_copy(update=copies)
     module, name = _CLASSES[settings.kind]
     retriever = getattr(importlib.import_module(f"infembed_ray.{module}"), name)

@@ -18,9 +18,7 @@ from infembed_ray.modeling.terms import tokenizer
 class Bm25Ranker:
     """Ranks documents that share a term with the query, or all candidates where a task has them.
 
-    Args:
-        settings: from `baselines.resolve`. Its formats decide whether the instruction is part of the query.
-        identity: hash of all that decides its rankings.
+    The formats of the settings decide whether the instruction is part of the query.
     """
 
     def __init__(self, settings: RetrieverSettings, identity: str) -> None:

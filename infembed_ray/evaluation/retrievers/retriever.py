@@ -1,4 +1,7 @@
-"""The three interfaces of retrievers, none of which depends on Ray."""
+"""The three interfaces of retrievers, none of which depends on Ray.
+
+`identity` is a hash of all that decides the embeddings, scores or rankings: weights, prompts, template, pooling, lengths.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ class TextEncoder(Protocol):
     """Embeds queries and passages; documents are ranked by inner product."""
 
     identity: str
-    """Hash of all that decides the embeddings: weights, prompts, template, pooling, lengths. Names them in the store."""
 
     def encode_queries(self, queries: Sequence[Query]) -> np.ndarray:
         """Embed queries with their instructions: (n, d) float32."""
@@ -32,7 +34,6 @@ class PairReranker(Protocol):
     """Scores pairs of a query and a passage, which it reads together."""
 
     identity: str
-    """Hash of all that decides the scores."""
 
     def score(self, pairs: Sequence[tuple[Query, str]]) -> np.ndarray:
         """Score pairs: (n) float32, higher is more relevant."""
@@ -41,10 +42,9 @@ class PairReranker(Protocol):
 
 @runtime_checkable
 class Ranker(Protocol):
-    """Ranks a whole task in one process: BM25."""
+    """Ranks a whole task in one process: BM25, or a given run."""
 
     identity: str
-    """Hash of all that decides the rankings."""
 
     def rank(self, task: Task, depth: int) -> Run:
         """Rank the top `depth` documents of every query, within its candidates and without its excluded documents."""

@@ -1,4 +1,4 @@
-"""Runs, the rankings of any system in TREC's format: written for every task, ranked again as a retriever, and fused."""
+"""Runs, the rankings of any system in TREC's format: written for every task, and ranked again as a retriever."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gzip
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -17,15 +17,11 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Run, ranks
 from infembed_ray.evaluation.tasks.layouts import words as words_of
 from infembed_ray.evaluation.tasks.task import Task
-from infembed_ray.storage.object_store import is_uri
 from infembed_ray.storage.places import Place, place_of
-from infembed_ray.storage.steps import resolve_input
 
 RUNS = "runs"
 """Folder of an evaluation's runs: a folder per model, a file per task."""
 SUFFIX = ".run.gz"
-RRF_K = 60
-"""Constant of reciprocal-rank fusion (Cormack et al., 2009)."""
 _LEVEL = 4
 """Level of compression: a tenth larger than the default, in half the time."""
 _UNSAFE = re.compile(r"[\s%]")
@@ -35,47 +31,35 @@ _COLUMNS = "query Q0 document rank score name"
 
 
 class RunRanker:
-    """Ranks a task as given runs do; several are fused.
-
-    Args:
-        settings: from `baselines.resolve`.
-        identity: hash of the contents of the runs.
-    """
+    """Ranks a task as a given run does; `settings` are from `baselines.resolve`."""
 
     def __init__(self, settings: RetrieverSettings, identity: str) -> None:
         self.identity = identity
-        self._paths = settings.runs
+        self._path = place_of(settings.model)
 
     def rank(self, task: Task, depth: int) -> dict[str, dict[str, float]]:
-        """Return the top `depth` documents of each query that a run has: query id -> document id -> score.
+        """Return the top `depth` documents of each query that the run has: query id -> document id -> score.
 
         Raises:
-            InputError: a run is missing or damaged, or has none of the task's queries.
+            InputError: the run is missing or damaged, or has none of the task's queries.
         """
+        file = self._path
+        if not file.is_file():
+            file = file / f"{file_name(task.name)}{SUFFIX}"
+            if not file.is_file():
+                fault = f"no {file.name} in this directory"
+                raise InputError.of("model", self._path, fault, f"give a run, or {RUNS}/MODEL of an evaluation")
+        rankings = read(file, "model")
         ids = {query.id for query in task.queries}
-        given: list[dict[str, dict[str, float]]] = []
-        for path in self._paths:
-            file = _file_of(place_of(path), task.name)
-            every = read(file, "runs")
-            own = {query: documents for query, documents in every.items() if query in ids}
-            if not own:
-                raise InputError(
-                    f"runs={file}: has none of the queries of {task.name}, such as {task.queries[0].id}; its first is "
-                    f"{next(iter(every))}; give the run of this task"
-                )
-            given.append({query: _allowed(task, query, documents) for query, documents in own.items()})
-        fused = given[0] if len(given) == 1 else fuse(given)
-        return {query: {d: s[d] for d in list(ranks(s))[:depth]} for query, s in fused.items()}
-
-
-def fuse(runs: Sequence[Run], k: int = RRF_K) -> dict[str, dict[str, float]]:
-    """Fuse runs by reciprocal ranks: a document's score is the sum of 1 / (k + rank) over the runs that rank it."""
-    fused: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for run in runs:
-        for query, documents in run.items():
-            for document, rank in ranks(documents).items():
-                fused[query][document] += 1 / (k + rank)
-    return {query: dict(documents) for query, documents in fused.items()}
+        if rankings.keys().isdisjoint(ids):
+            fault = f"has none of the queries of {task.name}, such as {task.queries[0].id}; its first is {next(iter(rankings))}"
+            raise InputError.of("model", file, fault, "give the run of this task")
+        ranked = {}
+        for query in rankings.keys() & ids:
+            excluded = task.excluded.get(query, frozenset())
+            scores = {document: score for document, score in rankings[query].items() if document not in excluded}
+            ranked[query] = {document: scores[document] for document in list(ranks(scores))[:depth]}
+        return ranked
 
 
 def write(directory: Path, model: str, task: str, run: Run) -> None:
@@ -91,11 +75,7 @@ def write(directory: Path, model: str, task: str, run: Run) -> None:
 
 
 def read(file: Place, name: str) -> dict[str, dict[str, float]]:
-    """Read a run: query id -> document id -> score. The order of a ranking follows from the scores, as in trec_eval.
-
-    Args:
-        file: lines of query, anything, document, rank, score and name, perhaps compressed by gzip.
-        name: the setting that gives it, for errors.
+    """Read a run, which the setting `name` gives: query id -> document id -> score. Ranks follow from the scores.
 
     Raises:
         InputError: a line is malformed, a score is not finite, a document occurs twice, or the file is empty.
@@ -106,36 +86,23 @@ def read(file: Place, name: str) -> dict[str, dict[str, float]]:
             query, _, document, _, score, tag = words
             value = float(score)
         except ValueError:
-            raise InputError(f"{name}={file}: line {number} is not `{_COLUMNS}`; correct the line") from None
+            raise InputError.of(name, file, f"line {number} is not `{_COLUMNS}`", "correct the line") from None
         if tag.startswith(_OURS):
             query, document = unquote(query), unquote(document)
         if not math.isfinite(value) or document in run[query]:
             fault = "occurs twice" if math.isfinite(value) else f"has the score {score}"
-            raise InputError(f"{name}={file}: line {number}: document {document} of query {query} {fault}; correct it")
+            raise InputError.of(
+                name, file, f"line {number}: document {document} of query {query} {fault}", "correct it"
+            )
         run[query][document] = value
     if not run:
-        raise InputError(f"{name}={file}: is empty; give a run with lines of `{_COLUMNS}`")
+        raise InputError.of(name, file, "is empty", f"give a run with lines of `{_COLUMNS}`")
     return dict(run)
 
 
 def file_name(name: str) -> str:
     """Return a model's or a task's name as a file name, without slashes and whitespace."""
     return re.sub(r"[^\w.,{}+-]+", "_", name).strip("._") or "_"
-
-
-def _file_of(path: Place, task: str) -> Place:
-    """Return the run of a task: the file itself, or the task's file of a directory that an evaluation wrote."""
-    if path.is_file():
-        return path
-    file = path / f"{file_name(task)}{SUFFIX}"
-    if not file.is_file():
-        raise InputError(f"runs={path}: no {file.name} in this directory; give a run, or {RUNS}/MODEL of an evaluation")
-    return file
-
-
-def _allowed(task: Task, query: str, documents: Mapping[str, float]) -> dict[str, float]:
-    excluded = task.excluded.get(query, frozenset())
-    return {document: score for document, score in documents.items() if document not in excluded}
 
 
 def _lines(run: Run, tag: str) -> Iterator[str]:
@@ -154,8 +121,3 @@ def _lines(run: Run, tag: str) -> Iterator[str]:
 def _escaped(name: str) -> str:
     """Percent-encode whitespace, and the percent sign so that it can be undone."""
     return _UNSAFE.sub(lambda unsafe: quote(unsafe[0]), name)
-
-
-def absolute(paths: Iterable[str], where: str) -> tuple[str, ...]:
-    """Return the addresses of existing runs; InputError if one does not exist."""
-    return tuple(path if is_uri(path) else str(resolve_input(path, f"{where}.runs").absolute()) for path in paths)

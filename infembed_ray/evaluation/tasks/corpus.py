@@ -37,9 +37,6 @@ def mapped(task: str, files: Sequence[Place | str], documents: Callable[[], Iter
         task: name of the task, for progress and error messages.
         files: the files that `documents` reads, or what else says which version of the documents it yields.
         documents: yields ids and texts; not called if the corpus is cached.
-
-    Raises:
-        InputError: there are no documents, an id is empty, or an id has two texts; and whatever `documents` raises.
     """
     stats = [(file,) if isinstance(file, str) else (str(file), *_size_and_time(file)) for file in files]
     link = directory() / hashlib.sha256(json.dumps([_FORMAT, stats]).encode()).hexdigest()[:16]
@@ -99,13 +96,14 @@ def _write(path: Path, task: str, documents: Iterator[tuple[str, str]]) -> None:
         while rows := list(islice(documents, _ROWS)):
             ids, texts = zip(*rows, strict=True)
             if "" in ids:
-                raise InputError(f"tasks={task}: document {written + ids.index('') + 1} has an empty id; give it one")
+                fault = f"document {written + ids.index('') + 1} has an empty id"
+                raise InputError.of("tasks", task, fault, "give it one")
             stripped = [text.strip() for text in texts]
             writer.write_batch(pa.record_batch([pa.array(ids, pa.string()), pa.array(stripped, pa.string())], CORPUS))
             written += len(rows)
             advance(len(rows))
     if not written:
-        raise InputError(f"tasks={task}: the corpus is empty; give documents")
+        raise InputError.of("tasks", task, "the corpus is empty", "give documents")
 
 
 def _drop_duplicates(path: Path, task: str) -> None:
@@ -122,13 +120,10 @@ def _drop_duplicates(path: Path, task: str) -> None:
         document, text = ids[row].as_py(), corpus["text"][row].as_py()
         kept[row] = document not in texts
         if texts.setdefault(document, text) != text:
-            raise InputError(
-                f"tasks={task}: two documents have the id {document}; ids must be unique: rename one, or drop it"
-            )
+            fault = f"two documents have the id {document}"
+            raise InputError.of("tasks", task, fault, "ids must be unique: rename one, or drop it")
     once = path.with_name(f"{path.name}.once")
-    start = 0
     with pa.OSFile(str(once), "wb") as sink, pa.ipc.new_file(sink, CORPUS) as writer:
-        for batch in corpus.to_batches():
+        for start, batch in zip(range(0, len(ids), _ROWS), batches(corpus), strict=True):
             writer.write_batch(batch.filter(pa.array(kept[start : start + len(batch)])))
-            start += len(batch)
     once.replace(path)

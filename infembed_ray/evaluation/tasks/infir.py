@@ -12,7 +12,7 @@ from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
 from infembed_ray.records.tables import SCENARIOS, Passage, Record
 
 TASK = "records"
-"""Default name."""
+"""Name of the task."""
 
 POSITIVE, NEGATIVE_INSTRUCTION, NEGATIVE_QUERY = SCENARIOS
 
@@ -37,7 +37,6 @@ def instruction_following(
     records: Sequence[Record],
     distractors: Sequence[Passage] = (),
     max_distractors: int | None = None,
-    name: str = TASK,
 ) -> Task:
     """Make the retrieval task of records, over all their passages and the distractors.
 
@@ -54,7 +53,6 @@ def instruction_following(
     queries: list[Query] = []
     relevant: dict[tuple[str | None, str], dict[str, int]] = defaultdict(dict)
     changes: list[tuple[Query, Query]] = []
-    kinds: dict[str, str] = {}
     for record in records:
         good, bad = record.instruction_positive, record.instruction_negative
         scenarios = {
@@ -68,8 +66,6 @@ def instruction_following(
             relevant[instruction, query][ids.setdefault(answer, own)] = 1
             of_record[kind] = Query(own, query, instruction, kind, group=record.id)
         queries += of_record.values()
-        if record.instruction_kind is not None:
-            kinds |= {query.id: record.instruction_kind for query in of_record.values()}
         original, changed = of_record[POSITIVE], of_record[NEGATIVE_INSTRUCTION]
         changes += [(original, changed), (changed, original)]
 
@@ -81,12 +77,11 @@ def instruction_following(
 
     qrels = {q.id: relevant[q.instruction, q.query] for q in queries}
     return Task(
-        name=name,
+        name=TASK,
         corpus=pa.table({"id": list(ids.values()), "text": list(ids)}, schema=CORPUS),
         queries=tuple(queries),
         qrels=qrels,
         figures=FIGURES,
         changes=tuple(Change(a.id, b.id, tuple(d for d in qrels[a.id] if d not in qrels[b.id])) for a, b in changes),
-        kinds=kinds,
         about={"records": len(records), "distractors": len(ids) - of_records},
     )

@@ -10,6 +10,7 @@ import gzip
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ ORIGINAL, CHANGED = "og", "changed"
 """Suffixes of the ids of FollowIR's two versions of a query, and their kinds."""
 _ID = "_id|id"
 _GZIP = b"\x1f\x8b"
+_NDCG = Figure("nDCG@10", "nDCG@10")
 _NOT_AVAILABLE = "N/A"
 """The only item of an empty list in BRIGHT."""
 
@@ -45,15 +47,10 @@ _NOT_AVAILABLE = "N/A"
 def read_mteb(repository: Repository, split: str = "test") -> Task:
     """Read a repository in mteb's or BEIR's layout as a task without figures.
 
-    - `corpus`: `_id`, `title` (may be empty or missing), `text`; `queries`: `_id`, `text`. Ids may also be called `id`.
+    - `corpus`: `_id` (or `id`), `title` (optional), `text`; `queries`: `_id`, `text`, `group` (optional, see `Query`).
     - `default` (or `qrels`), the given split or the only one: `query-id`, `corpus-id`, `score`.
     - `instruction`, optional: `query-id`, `instruction`; otherwise a column of that name in `queries`, if there is one.
     - `top_ranked`, optional: `query-id`, `corpus-ids`.
-    - a column `group` of `queries`, optional: see `Query`.
-
-    Raises:
-        InputError: a file, a configuration, a column or the instruction of a query is missing; or a query has two
-            instructions or lists of candidates.
     """
     corpus = mapped(
         repository.task,
@@ -65,7 +62,7 @@ def read_mteb(repository: Repository, split: str = "test") -> Task:
     for row in repository.rows("queries", None, (_ID, "text")):
         query = str(row[_ID])
         if instructions is not None and query not in instructions:
-            raise InputError(f"tasks={repository.task}: query {query} has no row in `instruction`; give it one")
+            raise repository.fault(f"query {query} has no row in `instruction`", "give it one")
         instruction = (row if instructions is None else instructions[query]).get("instruction")
         group = None if row.get("group") is None else str(row["group"])
         queries.append(Query(query, str(row["text"]), instruction or None, group=group))
@@ -74,14 +71,8 @@ def read_mteb(repository: Repository, split: str = "test") -> Task:
     if "top_ranked" in repository.configs:
         ranked = repository.by_query("top_ranked", (), ("corpus-ids",))
         candidates = {query: [str(document) for document in row["corpus-ids"]] for query, row in ranked.items()}
-    return Task(
-        name=repository.task,
-        corpus=corpus,
-        queries=tuple(queries),
-        qrels=judgements(repository.task, ((row["query-id"], row["corpus-id"], row["score"]) for row in judged)),
-        figures=(),
-        candidates=candidates,
-    )
+    qrels = judgements(repository.task, ((row["query-id"], row["corpus-id"], row["score"]) for row in judged))
+    return Task(repository.task, corpus, tuple(queries), qrels, figures=(), candidates=candidates)
 
 
 def with_title(row: Mapping[str, Any]) -> str:
@@ -99,22 +90,14 @@ def _judgements(repository: Repository) -> str:
 def read_followir(repository: Repository, measure: str) -> Task:
     """Read a task of FollowIR (Weller et al., 2024): candidates are re-ranked under original and changed instructions.
 
-    The configuration `qrel_diff` lists, by query id without version, the documents that are relevant under the original
-    instruction only.
-
-    Args:
-        repository: in mteb's layout; query ids are `X-og` and `X-changed`.
-        measure: the benchmark's measure beside p-MRR, over the original instructions.
-
-    Raises:
-        InputError: as `read_mteb`; or a query id has neither suffix.
+    Query ids are `X-og` and `X-changed`. The configuration `qrel_diff` lists by X the documents that are relevant under the
+    original instruction only. `measure`, next to p-MRR, is over the original instructions.
     """
     task = read_mteb(repository)
     for query in task.queries:
         if not query.id.endswith((f"-{ORIGINAL}", f"-{CHANGED}")):  # it would count in no figure
-            raise InputError(
-                f"tasks={task.name}: query {query.id} ends neither in -{ORIGINAL} nor in -{CHANGED}; rename or drop it"
-            )
+            fault = f"query {query.id} ends neither in -{ORIGINAL} nor in -{CHANGED}"
+            raise repository.fault(fault, "rename or drop it")
     differences = repository.by_query("qrel_diff", (), ("corpus-ids",))
     return replace(
         task,
@@ -136,49 +119,43 @@ def read_instructir(repository: Repository) -> Task:
     return replace(
         task,
         queries=tuple(replace(query, group=query.id.partition("_")[0]) for query in task.queries),
-        figures=(Figure(ROBUSTNESS, ROBUSTNESS), Figure("nDCG@10", "nDCG@10")),
+        figures=(Figure(ROBUSTNESS, ROBUSTNESS), _NDCG),
     )
 
 
 def read_bright(repository: Repository, subset: str) -> Task:
-    """Read a subset of BRIGHT (Su et al., 2024), a split of the configurations `documents` and `examples`.
-
-    A document has `id` and `content`. An example has `id`, `query`, `gold_ids` (relevant documents) and `excluded_ids`
-    (documents that are never ranked for it, such as the source of the query).
+    """Read a subset of BRIGHT (Su et al., 2024), a split of `documents` (`id`, `content`) and of `examples`: `id`, `query`,
+    `gold_ids` (relevant documents), `excluded_ids` (never ranked for it, such as the source of the query).
     """
-    task = repository.task
     examples = list(repository.rows("examples", subset, ("id", "query"), ("gold_ids", "excluded_ids")))
-    excluded = {str(example["id"]): frozenset(map(str, example["excluded_ids"])) for example in examples}
-    documents = ("id", "content")
+    excluded = {str(e["id"]): frozenset(map(str, e["excluded_ids"])) - {_NOT_AVAILABLE} for e in examples}
+    rows = partial(repository.rows, "documents", subset, ("id", "content"))
     return Task(
-        name=task,
+        name=repository.task,
         corpus=mapped(
-            task,
+            repository.task,
             repository.files("documents", subset),
-            lambda: ((str(r["id"]), str(r["content"])) for r in repository.rows("documents", subset, documents)),
+            lambda: ((str(row["id"]), str(row["content"])) for row in rows()),
         ),
         queries=tuple(Query(str(example["id"]), str(example["query"])) for example in examples),
-        qrels=judgements(task, ((e["id"], document, 1) for e in examples for document in e["gold_ids"])),
-        figures=(Figure("nDCG@10", "nDCG@10"),),
-        excluded={q: documents - {_NOT_AVAILABLE} for q, documents in excluded.items() if documents - {_NOT_AVAILABLE}},
+        qrels=judgements(repository.task, ((e["id"], document, 1) for e in examples for document in e["gold_ids"])),
+        figures=(_NDCG,),
+        excluded={query: documents for query, documents in excluded.items() if documents},
     )
 
 
 def read_mair(queries: Repository, docs: Repository, config: str) -> Task:
-    """Read a task of MAIR (Sun et al., 2024), a configuration of two repositories.
+    """Read a task of MAIR (Sun et al., 2024): `queries` (`qid`, `instruction`, `query`, `labels` with `id` and `score`) and
+    `docs` (`id`, `doc`).
 
-    Rows of `queries` have `qid`, `instruction`, `query` and `labels` (`id` and `score` of each relevant document); rows of
-    `docs` have `id` and `doc`. A configuration may have several parts with separate corpora: `x_queries` search `x_docs`.
-    Their ids get the prefix `x/`, and a query's candidates are the documents of its part. The figure is the mean over all
-    queries, as in MAIR's own tables.
+    A configuration may have several parts with separate corpora: `x_queries` search `x_docs`. Their ids get the prefix `x/`,
+    and a query's candidates are the documents of its part.
     """
     task = queries.task
     query_parts, doc_parts = _mair_parts(queries, config, "queries"), _mair_parts(docs, config, "docs")
     if set(query_parts) != set(doc_parts):
-        raise InputError(
-            f"tasks={task}: {config} has the queries of {', '.join(query_parts)} and the documents of "
-            f"{', '.join(doc_parts)}; download both repositories again"
-        )
+        listed = f"the queries of {', '.join(query_parts)} and the documents of {', '.join(doc_parts)}"
+        raise queries.fault(f"{config} has {listed}", "download both repositories again")
 
     def documents() -> Iterator[tuple[str, str]]:
         for part, split in doc_parts.items():
@@ -191,6 +168,13 @@ def read_mair(queries: Repository, docs: Repository, config: str) -> Task:
         for part, split in query_parts.items()
         for row in queries.rows(config, split, ("qid", "instruction", "query"), ("labels",))
     ]
+    labels = []
+    for part, row in rows:
+        for label in row["labels"]:
+            if not isinstance(label, Mapping) or not {"id", "score"} <= label.keys():
+                fault = f"query {row['qid']} has the label {label!r:.60}"
+                raise queries.fault(fault, "a label has an id and a score")
+            labels.append((f"{part}{row['qid']}", f"{part}{label['id']}", label["score"]))
     candidates: dict[str, Sequence[str]] | None = None
     if len(doc_parts) > 1:
         ids = corpus["id"].to_pylist()
@@ -199,11 +183,9 @@ def read_mair(queries: Repository, docs: Repository, config: str) -> Task:
     return Task(
         name=task,
         corpus=corpus,
-        queries=tuple(
-            Query(f"{part}{row['qid']}", str(row["query"]), row["instruction"] or None) for part, row in rows
-        ),
-        qrels=judgements(task, _mair_labels(task, rows)),
-        figures=(Figure("nDCG@10", "nDCG@10"),),
+        queries=tuple(Query(f"{p}{row['qid']}", str(row["query"]), row["instruction"] or None) for p, row in rows),
+        qrels=judgements(task, labels),
+        figures=(_NDCG,),
         candidates=candidates,
     )
 
@@ -214,28 +196,12 @@ def _mair_parts(repository: Repository, config: str, what: str) -> dict[str, str
     return {"" if len(splits) == 1 else split.removesuffix(f"_{what}") + "/": split for split in splits}
 
 
-def _mair_labels(task: str, rows: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, str, Any]]:
-    for part, row in rows:
-        for label in row["labels"]:
-            if not isinstance(label, Mapping) or not {"id", "score"} <= label.keys():
-                raise InputError(
-                    f"tasks={task}: query {row['qid']} has the label {label!r:.60}; a label has an id and a score"
-                )
-            yield f"{part}{row['qid']}", f"{part}{label['id']}", label["score"]
-
-
 # ------------------------------------------------------------------------------------------ your own collections
 
 
 def read_own(name: str) -> Task:
-    """Read a collection that is no published task.
-
-    Args:
-        name: a directory in mteb's or BEIR's layout, or its URI in an object store; the file of the judgements of another
-            split than `test`; a file of judgements without a corpus, for runs alone; or `ir_datasets:ID`.
-
-    Raises:
-        InputError: a file or a column is missing, or a value is not usable.
+    """Read a collection that is no published task: a directory in mteb's or BEIR's layout, or its URI in an object store; the
+    file of the judgements of another split than `test`; judgements without a corpus, for runs alone; or `ir_datasets:ID`.
     """
     if name.startswith(IR_DATASETS):
         return _grouped(_of_ir_datasets(name))
@@ -252,19 +218,6 @@ def read_repository(repository: Repository, split: str = "test") -> Task:
         return read_followir(repository, MEASURES[0])
     task = read_mteb(repository, split)
     return _grouped(replace(task, queries=tuple(query for query in task.queries if query.id in task.qrels)))
-
-
-def files_of_own(name: str) -> list[Place]:
-    """Return the files that `read_own` reads; InputError if one of them is missing."""
-    if name.startswith(IR_DATASETS):
-        return []
-    root, split = _located(name)
-    if split is None:
-        return [root]
-    repository = Directory(root, name)
-    further = [config for config in ("instruction", "top_ranked", "qrel_diff") if config in repository.configs]
-    configs = ("corpus", "queries", _judgements(repository), *further)
-    return [file for config in configs for file in repository.files(config, split)]
 
 
 def _located(name: str) -> tuple[Place, str | None]:
@@ -296,22 +249,18 @@ def read_qrels(file: Place, name: str) -> Iterator[tuple[str, str, str]]:
         if number == 1 and len(line) == 3 and not line[2].lstrip("-").isdecimal():
             continue  # BEIR's header
         if len(line) not in (3, 4):
-            raise InputError(f"{name}={file}: line {number} is not `query 0 document grade`; correct the line")
+            raise InputError.of(name, file, f"line {number} is not `query 0 document grade`", "correct the line")
         yield line[0], line[-2], line[-1]
 
 
 def words(file: Place, name: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield number and words of the lines of a text, perhaps compressed by gzip, that are not blank.
-
-    Raises:
-        InputError: the file cannot be read; `name` is the setting that gives it.
-    """
+    """Yield number and words of the lines of a text, perhaps compressed by gzip, that are not blank; `name` is the setting."""
     with errors_at(file, name):
         content = read_binary(file)
     try:
         text = (gzip.decompress(content) if content.startswith(_GZIP) else content).decode()
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise InputError(f"{name}={file}: not readable ({error}); copy it again") from error
+        raise InputError.of(name, file, f"not readable ({error})", "copy it again") from error
     for number, line in enumerate(text.split("\n"), start=1):
         if parts := line.split():
             yield number, parts
@@ -333,13 +282,13 @@ def _grouped(task: Task) -> Task:
 def _of_ir_datasets(name: str) -> Task:
     """Read a data set of ir_datasets; the narratives of TREC's topics are their instructions."""
     if find_spec("ir_datasets") is None:
-        raise InputError(f"tasks={name}: ir_datasets is not installed; pip install 'infembed-ray[ir-datasets]'")
+        raise InputError.of("tasks", name, "ir_datasets is not installed", "pip install 'infembed-ray[ir-datasets]'")
     import ir_datasets
 
     try:
         dataset = ir_datasets.load(name.removeprefix(IR_DATASETS))
         if missing := [what for what in ("docs", "queries", "qrels") if not getattr(dataset, f"has_{what}")()]:
-            raise InputError(f"tasks={name}: this data set has no {missing[0]}; name one of its parts that has")
+            raise InputError.of("tasks", name, f"this data set has no {missing[0]}", "name one of its parts that has")
         qrels = judgements(name, ((row.query_id, row.doc_id, row.relevance) for row in dataset.qrels_iter()))
         queries = [
             Query(query.query_id, query.default_text(), getattr(query, "narrative", None) or None)
@@ -348,10 +297,8 @@ def _of_ir_datasets(name: str) -> Task:
         ]
         version = f"{name} {dataset.docs_count()}"
         corpus = mapped(name, [version], lambda: ((doc.doc_id, doc.default_text()) for doc in dataset.docs_iter()))
-    except KeyError as error:
-        raise InputError(
-            f"tasks={name}: ir_datasets has no such data set; https://ir-datasets.com lists them"
-        ) from error
-    except (OSError, RuntimeError) as error:
-        raise InputError(f"tasks={name}: ir_datasets cannot provide it ({in_one_line(error)[:300]})") from error
+    except (KeyError, OSError, RuntimeError) as error:
+        fault = "ir_datasets has no such data set" if isinstance(error, KeyError) else "ir_datasets cannot provide it"
+        said = f"{fault} ({in_one_line(error)[:300]})"
+        raise InputError.of("tasks", name, said, "https://ir-datasets.com lists them") from error
     return Task(name=name, corpus=corpus, queries=tuple(queries), qrels=qrels, figures=())

@@ -1,7 +1,6 @@
 """Dataset repositories of the Hugging Face hub, as `hf download` writes them, and directories in the same layout.
 
-The dataset card (`README.md`) lists configurations, splits and files. Files are found by that list alone, as
-`datasets.load_dataset(path, config, split)` finds them.
+The dataset card (`README.md`) lists configurations, splits and files, as for `datasets.load_dataset(path, config, split)`.
 """
 
 from __future__ import annotations
@@ -31,11 +30,9 @@ Part = tuple[str, str | None]
 
 
 class Repository:
-    """A repository, as a task reads it.
+    """A repository `<owner>/<name>` at a place, as a task reads it.
 
     Args:
-        path: its directory, or its folder in an object store.
-        name: `<owner>/<name>`.
         task: name of the task, for error messages.
         revision: the commit that it must have; None: any.
         parts: what the task reads of it; empty: everything.
@@ -60,35 +57,28 @@ class Repository:
 
     @cached_property
     def configs(self) -> Configs:
-        """The configurations on its card.
-
-        Raises:
-            InputError: it is missing, or at another commit.
-        """
+        """The configurations on its card; InputError if it is missing, or at another commit."""
         card = read_text(self.path / CARD)
         if card is None:
-            raise InputError(f"tasks={self.task}: no {self.path / CARD}; {self.remedy}")
+            raise self.fault(f"no {self.path / CARD}", self.remedy)
         if self.revision and self.commit not in (None, self.revision):
-            raise InputError(
-                f"tasks={self.task}: {self.path} is at commit {self.commit}, not {self.revision}; {self.remedy}"
-            )
+            raise self.fault(f"{self.path} is at commit {self.commit}, not {self.revision}", self.remedy)
         return configs(card, f"tasks={self.task}: {self.path / CARD}")
 
     @cached_property
     def _names(self) -> list[str]:
-        """The files that it has."""
         return [name for name in listing(self.path) if not hidden(PurePosixPath(name))]
 
-    def splits(self, config: str) -> Sequence[str]:
-        """Return the splits of a configuration.
+    def fault(self, fault: str, remedy: str = "") -> InputError:
+        """Return the error of a task with this fault."""
+        return InputError.of("tasks", self.task, fault, remedy)
 
-        Raises:
-            InputError: the card has no such configuration.
-        """
+    def splits(self, config: str) -> Sequence[str]:
+        """Return the splits of a configuration; InputError if the card has none of this name."""
         if config not in self.configs:
-            raise InputError(
-                f"tasks={self.task}: {self.path / CARD} lists no configuration {config} "
-                f"(found: {', '.join(self.configs)}); is it the card of {self.name}?"
+            listed = ", ".join(self.configs)
+            raise self.fault(
+                f"{self.path / CARD} lists no configuration {config}, but {listed}", f"is it {self.name}'s card?"
             )
         return list(self.configs[config])
 
@@ -101,48 +91,57 @@ class Repository:
         splits = self.splits(config)
         if split is None or split not in splits:
             if len(splits) != 1:
-                raise InputError(
-                    f"tasks={self.task}: configuration {config} of {self.name} has the splits {', '.join(splits)}, "
-                    f"not {split}; is it the published data set?"
-                )
+                raise self.fault(f"{config} of {self.name} has the splits {', '.join(splits)}, not {split}")
             split = splits[0]
         names = matching(self.configs[config][split], self._names)
         if not names:
-            raise InputError(f"tasks={self.task}: no file of {config}/{split} in {self.path}; {self.remedy}")
+            raise self.fault(f"no file of {config}/{split} in {self.path}", self.remedy)
         shards = [shard for name in names if (shard := _SHARD.search(name))]
         if shards and len(shards) < int(shards[0][2]):
-            raise InputError(
-                f"tasks={self.task}: {self.path} has {len(shards)} of the {int(shards[0][2])} files of {config}/{split}; "
-                f"{self.remedy}"
-            )
+            few = f"{len(shards)} of the {int(shards[0][2])} files of {config}/{split}"
+            raise self.fault(f"{self.path} has {few}", self.remedy)
         return [self.path / name for name in names]
 
     def rows(
         self, config: str, split: str | None, columns: Sequence[str], lists: Sequence[str] = ()
     ) -> Iterator[dict[str, Any]]:
-        """Yield the rows of a split in bounded memory; see `rows`."""
-        return rows(self.files(config, split), self.task, columns, lists)
+        """Yield the rows of a split in bounded memory, each with every required column under the name that is given here.
 
-    def by_query(self, config: str, columns: Sequence[str], lists: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-        """Return the rows of a configuration with at most one row per query: `query-id` -> row.
+        Args:
+            config, split: as `files` takes them.
+            columns: required columns of single values; `_id|id` accepts either name.
+            lists: required columns of lists.
 
         Raises:
-            InputError: a query has two rows; or as `rows`.
+            InputError: a file cannot be read, a row lacks a column, or a value is a list where it must not be or vice versa.
         """
+        for file in self.files(config, split):
+            for number, values in enumerate(raw_rows(file, f"tasks={self.task}: file"), start=1):
+                for column in (*columns, *lists):
+                    present = next((name for name in column.split("|") if values.get(name) is not None), None)
+                    where = f"{file}: row {number}: column {column.replace('|', ' or ')}"
+                    if present is None:
+                        raise self.fault(f"{where} is missing or null; the row has {', '.join(values)}", "add it")
+                    if isinstance(values[present], list) != (column in lists) or isinstance(values[present], dict):
+                        remedy = "give a list" if column in lists else "give a single value"
+                        raise self.fault(f"{where} holds {repr(values[present])[:60]}", remedy)
+                    values[column] = values[present]
+                yield values
+
+    def by_query(self, config: str, columns: Sequence[str], lists: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+        """Return the rows of a configuration with at most one row per query: `query-id` -> row."""
         row_of: dict[str, dict[str, Any]] = {}
         for row in self.rows(config, None, ("query-id", *columns), lists):
             query = str(row["query-id"])
             if query in row_of:
-                raise InputError(f"tasks={self.task}: query {query} has two rows in `{config}`; keep one")
+                raise self.fault(f"query {query} has two rows in `{config}`", "keep one")
             row_of[query] = row
         return row_of
 
 
 class Directory(Repository):
-    """One's own directory in the layout of mteb or BEIR.
-
-    A dataset card is optional. Without one, names tell configurations and splits: `corpus.jsonl`, `qrels/test.tsv`,
-    `queries/queries-00000-of-00001.parquet`.
+    """One's own directory in the layout of mteb or BEIR. Without a dataset card, names tell configurations and splits:
+    `corpus.jsonl`, `qrels/test.tsv`, `queries/queries-00000-of-00001.parquet`.
     """
 
     def __init__(self, path: Place, task: str) -> None:
@@ -164,75 +163,39 @@ class Directory(Repository):
     def splits(self, config: str) -> Sequence[str]:
         if config not in self.configs:
             wanted = "qrels/test.tsv" if config == "default" else f"{config}.jsonl"
-            raise InputError(
-                f"tasks={self.task}: no {wanted} in {self.path}; give a directory with corpus.jsonl, queries.jsonl and "
-                "qrels/test.tsv, or with documents, topics and qrels of TREC"
+            raise self.fault(
+                f"no {wanted} in {self.path}", "give a directory with corpus.jsonl, queries.jsonl and qrels/test.tsv"
             )
         return super().splits(config)
 
 
-def rows(
-    files: Iterable[Place], task: str, columns: Sequence[str], lists: Sequence[str] = ()
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows of files, and check their columns.
-
-    Args:
-        files: in a format that `records.raw_rows` reads.
-        task: name of the task, for error messages.
-        columns: required columns of single values; `_id|id` accepts either name.
-        lists: required columns of lists.
-
-    Yields:
-        each row, with the value of every required column also under the name that is given here.
-
-    Raises:
-        InputError: a file cannot be read, a row lacks a column, or a value is a list where it must not be or vice versa.
-    """
-    for file in files:
-        for number, values in enumerate(raw_rows(file, f"tasks={task}: file"), start=1):
-            for column in (*columns, *lists):
-                present = next((name for name in column.split("|") if values.get(name) is not None), None)
-                if present is None:
-                    fault = f"is missing or null (found: {', '.join(values)}); give it, or drop the row"
-                elif isinstance(values[present], list) != (column in lists) or isinstance(values[present], dict):
-                    wanted = "a list" if column in lists else "a single value"
-                    fault = f"holds {repr(values[present])[:60]}; give {wanted}"
-                else:
-                    values[column] = values[present]
-                    continue
-                raise InputError(f"tasks={task}: {file}: row {number}: column {column.replace('|', ' or ')} {fault}")
-            yield values
-
-
 def downloaded(name: str, task: str, revision: str | None = None, parts: Sequence[Part] = ()) -> Repository:
-    """Return a repository in the cache of the hub's client, which downloads the files that the task reads and that are missing.
-
-    Raises:
-        InputError: the hub does not provide it.
-    """
-    from huggingface_hub import hf_hub_download, snapshot_download  # takes half a second
+    """Return a repository in the cache of the hub's client, which downloads what the task reads and what is missing."""
+    from huggingface_hub import snapshot_download  # takes half a second
     from huggingface_hub.errors import HTTPError
 
+    wanted = [CARD, *_patterns(parts)] if parts else None
     try:
-        card_file = hf_hub_download(name, CARD, repo_type="dataset", revision=revision)
-        card = configs(Path(card_file).read_text("utf-8"), f"tasks={task}: {name}/{CARD}")
-        splits = [card.get(config, {}) for config, _ in parts or [(config, None) for config in card]]
-        wanted = {split for _, split in parts} - {None}
-        patterns = [p for of in splits for split, files in of.items() if not wanted or split in wanted for p in files]
-        path = Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=[CARD, *patterns]))
+        path = Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=wanted))
     except (OSError, HTTPError) as error:
-        raise InputError(
-            f"tasks={task}: data is not set, and {name} cannot be downloaded ({in_one_line(error)[:300]}); on a machine "
-            f"with internet run `{download_command(name, Path('DIR', name), revision, parts)}`, copy DIR, and set data=DIR"
+        raise InputError.of(
+            "tasks",
+            task,
+            f"data is not set, and {name} cannot be downloaded ({in_one_line(error)[:300]})",
+            f"on a machine with internet run `{download_command(name, Path('DIR', name), revision, parts)}`, copy DIR, and set "
+            "data=DIR",
         ) from error
     return Repository(path, name, task, revision, parts)
+
+
+def _patterns(parts: Sequence[Part]) -> list[str]:
+    return list(dict.fromkeys(f"*{split or config}*" for config, split in parts))
 
 
 def download_command(name: str, directory: Place, revision: str | None, parts: Sequence[Part]) -> str:
     """Return the command that downloads a repository, or what a task reads of it, to a directory."""
     words = ["hf download", name, "--repo-type dataset", *([f"--revision {revision}"] if revision else [])]
-    included = dict.fromkeys(f"'*{split or config}*'" for config, split in parts)
-    words += [f"--include {CARD}", *(f"--include {pattern}" for pattern in included)] if included else []
+    words += [f"--include {CARD}", *(f"--include '{pattern}'" for pattern in _patterns(parts))] if parts else []
     return " ".join([*words, f"--local-dir {directory}"])
 
 
@@ -243,11 +206,7 @@ def has_corpus(directory: Place) -> bool:
 
 
 def configs(card: str, where: str) -> Configs:
-    """Parse `configs` from the front matter of a dataset card; `where` names the card in errors.
-
-    Raises:
-        InputError: the card has no list of configurations.
-    """
+    """Parse `configs` from the front matter of a dataset card; `where` names the card in errors."""
     front = card.split("---\n", 2)[1] if card.startswith("---\n") and card.count("---\n") > 1 else ""
     try:
         listed = (yaml.safe_load(front) or {})["configs"]
@@ -258,9 +217,8 @@ def configs(card: str, where: str) -> Configs:
 
 def _splits(data_files: Any) -> dict[str, list[str]]:
     """Normalize the forms that `datasets` accepts: a list of splits with paths, or paths alone, which are split `train`."""
-    entries = data_files if isinstance(data_files, list) else [data_files]
     patterns: dict[str, list[str]] = {}
-    for entry in entries:
+    for entry in data_files if isinstance(data_files, list) else [data_files]:
         split, paths = (entry["split"], entry["path"]) if isinstance(entry, Mapping) else ("train", entry)
         patterns.setdefault(split, []).extend([paths] if isinstance(paths, str) else paths)
     return patterns
@@ -269,12 +227,10 @@ def _splits(data_files: Any) -> dict[str, list[str]]:
 def matching(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
     """Return the file names that match a glob pattern, sorted. `*` stays within a folder, `**` crosses folders."""
     wanted = [PurePosixPath(pattern).as_posix() for pattern in patterns]
-    return sorted({name for name in names if any(_matches(name.split("/"), p.split("/")) for p in wanted)})
+    return sorted({name for name in names if any(_matches(name, pattern) for pattern in wanted)})
 
 
-def _matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
-    if not pattern or not name:
-        return not name and set(pattern) <= {"**"}
-    if pattern[0] == "**":
-        return _matches(name, pattern[1:]) or _matches(name[1:], pattern)
-    return fnmatchcase(name[0], pattern[0]) and _matches(name[1:], pattern[1:])
+def _matches(name: str, pattern: str) -> bool:
+    if "**" in pattern:
+        return fnmatchcase(name, pattern) or fnmatchcase(name, pattern.replace("**/", ""))
+    return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)

@@ -61,8 +61,6 @@ class Task:
     """Query id -> the documents to rank for it; None: the whole corpus."""
     excluded: Mapping[str, AbstractSet[str]] = field(default_factory=dict)
     """Query id -> documents that are never ranked for it."""
-    kinds: Mapping[str, str] = field(default_factory=dict)
-    """Query id -> kind of its instruction, such as audience, where the data name it."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """Further facts for the result file: repositories, revisions, counts."""
     corpus_file: Place = Path()

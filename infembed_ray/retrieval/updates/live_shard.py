@@ -1,16 +1,15 @@
 """A live shard: the immutable published shard (base), and the changes of the write-ahead log on top.
 
-Passages put since are a delta of vectors in memory, searched exactly. Rows of the base that were deleted or replaced are
-masked (tombstones). A search reads one snapshot and reports its sequence. `refresh` builds the next snapshot beside it, so
-searches and refreshes do not block each other.
+Passages put since are vectors in memory (delta), searched exactly; deleted or replaced rows of the base are masked (tombstones). A
+search reads one snapshot, and `refresh` builds the next beside it, so they do not block each other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -26,15 +25,15 @@ from infembed_ray.retrieval.filters import Filter
 from infembed_ray.retrieval.lexical import DeltaTerms, terms_of
 from infembed_ray.retrieval.passages import TEXT, take
 from infembed_ray.retrieval.shards import Content, Hit, Shard, contents_of
-from infembed_ray.retrieval.updates.snapshot import DELETED, Snapshot, delta_place, extended, keyed, without_dead_rows
 from infembed_ray.retrieval.updates.write_ahead_log import OP, VECTOR, ChangeLog, LogFault
 
+_DEAD_ROWS = 1024
+"""Least rows of the delta from which dead rows are dropped, once they are more than half."""
+DELETED = -1
 _CACHED_MASKS = 16
 """Filters whose mask of the base is cached, one byte per passage each."""
 _PIECE_BYTES = 64 << 20
 """Bytes of changes applied at once; 32-bit offsets end at 2^31 numbers."""
-_PIECE_SEGMENTS = 4096
-"""Segments applied at once; most may have no change to this shard."""
 _REFRESHES_PER_LOOK = 10
 """Refreshes per look for the head of the log: one second of a replica that refreshes every 100 ms."""
 _MAX_CHUNKS = 64
@@ -43,6 +42,81 @@ _PUT_AT = "_put_at"
 """Column with the sequence of a change."""
 _ROUNDING = 1e-5
 """More than float32 inner products of unit vectors differ by with the order of summation."""
+
+
+@dataclass(frozen=True, eq=False)
+class LiveState:
+    """An immutable state of a shard with m rows in the delta.
+
+    Attributes:
+        sequence: of the last change in it.
+        keep: (base rows,) bool, False for tombstones; None: all rows are live.
+        passages: m rows of the delta, with the columns of the base.
+        store: (at least m, d) float32 vectors of the delta; rows beyond m belong to later snapshots.
+        live: (m,) bool, False for rows that were deleted or replaced.
+        put_at: (m,) int64 sequence of the change that put each row.
+        rows: id of each document that differs from the base -> its live row in the delta, or `DELETED`.
+        terms: of the delta's texts; rows beyond m belong to later snapshots; None without a lexical index.
+    """
+
+    sequence: int
+    keep: np.ndarray | None
+    passages: pa.Table
+    store: np.ndarray
+    live: np.ndarray
+    put_at: np.ndarray
+    rows: Mapping[str, int]
+    terms: DeltaTerms | None
+
+    @property
+    def vectors(self) -> np.ndarray:
+        """(m, d) float32 vectors of the delta."""
+        return self.store[: len(self.live)]
+
+
+def delta_place(row: Any) -> Any:
+    """The place of a row of the delta, or of an array of rows: negative, unlike a row of the base. Its own inverse."""
+    return -1 - row
+
+
+def keyed(snapshot: LiveState, places: np.ndarray) -> np.ndarray:
+    """The places of hits as in `Key`: those in the delta become the change that put them."""
+    if (in_delta := places < 0).any():
+        places = places.copy()
+        places[in_delta] = -snapshot.put_at[delta_place(places[in_delta])]
+    return places
+
+
+def extended(store: np.ndarray, used: int, vectors: np.ndarray) -> np.ndarray:
+    """Append vectors to the used rows of `store`, in place if there is room."""
+    needed = used + len(vectors)
+    if needed > len(store):
+        larger = np.empty((max(needed, 2 * len(store)), store.shape[1]), np.float32)
+        larger[:used] = store[:used]
+        store = larger
+    store[used:needed] = vectors  # no snapshot reads these rows yet
+    return store
+
+
+def without_dead_rows(snapshot: LiveState) -> LiveState:
+    """Drop the dead rows of the delta if they are many, so that repeated puts of a passage do not accumulate."""
+    live, count = snapshot.live, int(snapshot.live.sum())
+    if len(live) < _DEAD_ROWS or 2 * count > len(live):
+        return snapshot
+    place = np.cumsum(live) - 1
+    passages = snapshot.passages.filter(live).combine_chunks()
+    terms = None if snapshot.terms is None else DeltaTerms()
+    if terms is not None:
+        terms.add(0, passages.column("text").to_pylist())
+    return replace(
+        snapshot,
+        passages=passages,
+        terms=terms,
+        store=snapshot.vectors[live],
+        live=np.ones(count, bool),
+        put_at=snapshot.put_at[live],
+        rows={id: row if row == DELETED else int(place[row]) for id, row in snapshot.rows.items()},
+    )
 
 
 class LiveShard:
@@ -68,7 +142,7 @@ class LiveShard:
         no_vectors, none = np.empty((0, log.dimension), np.float32), np.empty(0, np.int64)
         no_passages = shard.passages.schema.empty_table()
         terms = None if shard.lexical is None else DeltaTerms()
-        self._snapshot = Snapshot(folded, None, no_passages, no_vectors, none.astype(bool), none, {}, terms)
+        self._snapshot = LiveState(folded, None, no_passages, no_vectors, none.astype(bool), none, {}, terms)
         self.refresh()
 
     def __len__(self) -> int:
@@ -112,16 +186,16 @@ class LiveShard:
             size = 0
             try:
                 for number, table in self._log.read(sequence, self._number):
-                    changes.append(table.append_column(_PUT_AT, pa.array(np.full(len(table), number))))
                     sequence, size = number, size + table.nbytes
-                    if size >= _PIECE_BYTES or len(changes) >= _PIECE_SEGMENTS:
-                        self._snapshot = self._changed(self._snapshot, sequence, pa.concat_tables(changes))
+                    if len(table):
+                        changes.append(table.append_column(_PUT_AT, pa.array(np.full(len(table), number))))
+                    if size >= _PIECE_BYTES:
+                        self._apply(sequence, changes)
                         changes, size = [], 0
                     if sequence == self._until:
                         break
             finally:
-                if changes:
-                    self._snapshot = self._changed(self._snapshot, sequence, pa.concat_tables(changes))
+                self._apply(sequence, changes)
             return True
 
     def search_many(self, queries: Sequence[ShardQuery]) -> list[ShardAnswer | ShardRanking | Exception]:
@@ -172,8 +246,8 @@ class LiveShard:
         """
         snapshot = self._snapshot
         places = [self._place_of(snapshot, key) for key in keys]
-        known = iter(self._contents(snapshot, np.array([p for p in places if p is not None], np.int64)))
-        return [next(known) if p is not None else self._from_log(key) for p, key in zip(places, keys, strict=True)]
+        here = iter(self._contents(snapshot, np.array([p for p in places if p is not None], np.int64)))
+        return [next(here) if p is not None else self._from_log(key) for p, key in zip(places, keys, strict=True)]
 
     def scores(self, query: ScoreQuery) -> np.ndarray:
         """Score passages: (n, m) float32 inner products with the stored vectors; NaN for ids without a passage."""
@@ -220,7 +294,7 @@ class LiveShard:
         if query.texts is not None and self.base.lexical is None:
             raise ValueError("this shard has no lexical index; build it with lexical=true")
 
-    def _search(self, snapshot: Snapshot, query: ShardQuery, filter: Filter | None) -> ShardAnswer | ShardRanking:
+    def _search(self, snapshot: LiveState, query: ShardQuery, filter: Filter | None) -> ShardAnswer | ShardRanking:
         """The best passages of each query in base and delta; exact over the delta."""
         vectors = np.ascontiguousarray(query.vectors, dtype=np.float32)
         k, ranking = (query.k, query.ranking) if query.texts is None else (query.depth, True)
@@ -249,7 +323,7 @@ class LiveShard:
 
     def _candidates(
         self,
-        snapshot: Snapshot,
+        snapshot: LiveState,
         vectors: np.ndarray,
         query: ShardQuery,
         nearest: np.ndarray,
@@ -274,7 +348,7 @@ class LiveShard:
         ends = np.cumsum([len(of_query) for of_query, *_ in found]).tolist()
         return ShardRanking(ends, ids, scores, keys, snapshot.sequence, lexical)
 
-    def _words(self, snapshot: Snapshot, text: str, keep: np.ndarray | None, live: np.ndarray) -> np.ndarray:
+    def _words(self, snapshot: LiveState, text: str, keep: np.ndarray | None, live: np.ndarray) -> np.ndarray:
         """BM25 of the rows of the base, then of the delta from its last row to its first, so that places are indices."""
         assert self.base.lexical is not None
         assert snapshot.terms is not None
@@ -285,7 +359,7 @@ class LiveShard:
         of_delta = snapshot.terms.scores(self.base.lexical, terms, len(live)) * live
         return np.concatenate([of_base, of_delta[::-1]])
 
-    def _vectors(self, snapshot: Snapshot, places: np.ndarray) -> np.ndarray:
+    def _vectors(self, snapshot: LiveState, places: np.ndarray) -> np.ndarray:
         """The vectors of m places in base and delta, (m, d) float32."""
         vectors = np.empty((len(places), self._log.dimension), np.float32)
         in_base = places >= 0
@@ -294,7 +368,7 @@ class LiveShard:
         return vectors
 
     def _with_delta(
-        self, snapshot: Snapshot, vectors: np.ndarray, k: int, live: np.ndarray, scores: np.ndarray, rows: np.ndarray
+        self, snapshot: LiveState, vectors: np.ndarray, k: int, live: np.ndarray, scores: np.ndarray, rows: np.ndarray
     ) -> tuple[list[int], np.ndarray, np.ndarray, pa.Array]:
         """Merge the (queries, k) hits of the base with those of the delta: counts, scores, places and ids."""
         delta = vectors @ snapshot.vectors.T
@@ -317,14 +391,14 @@ class LiveShard:
         scores, places = np.concatenate(scores_of)[chosen], np.concatenate(places_of)[chosen]
         return [len(some) for some in order], scores, places, ids.take(pa.array(chosen))
 
-    def _ids(self, snapshot: Snapshot, places: np.ndarray) -> pa.Array:
+    def _ids(self, snapshot: LiveState, places: np.ndarray) -> pa.Array:
         """The ids of places in base and delta."""
         in_base = places >= 0
         of_delta = take(snapshot.passages.select(["id"]), delta_place(places[~in_base])).column("id")
         both = pa.concat_arrays([self.base.ids(places[in_base]), *of_delta.chunks])
         return both.take(pa.array(np.argsort(np.argsort(~in_base, kind="stable"), kind="stable")))
 
-    def _contents(self, snapshot: Snapshot, places: np.ndarray) -> list[Content]:
+    def _contents(self, snapshot: LiveState, places: np.ndarray) -> list[Content]:
         """Texts and metadata of places in base and delta."""
         in_base = places >= 0
         of_base = self.base.contents(places[in_base])
@@ -334,7 +408,7 @@ class LiveShard:
         both = iter(of_base), iter(contents_of(batch, np.arange(len(batch))))
         return [next(both[0] if base else both[1]) for base in in_base.tolist()]
 
-    def _place_of(self, snapshot: Snapshot, key: Key) -> int | None:
+    def _place_of(self, snapshot: LiveState, key: Key) -> int | None:
         """The place of a key; None if its document has changed since, or if this replica is behind."""
         place, id = key
         if place >= 0:
@@ -351,11 +425,14 @@ class LiveShard:
             return contents_of(batch, np.zeros(1, np.int64))[0]
         raise LogFault.at(self._log.directory, f"change {-place} is missing", "restore it")
 
-    def _changed(self, before: Snapshot, sequence: int, changes: pa.Table) -> Snapshot:
-        """The snapshot after changes to this shard, up to `sequence`."""
+    def _apply(self, sequence: int, tables: Sequence[pa.Table]) -> None:
+        """Make the snapshot after changes to this shard, up to `sequence`, the current one."""
+        before = self._snapshot
+        if not tables:
+            self._snapshot = replace(before, sequence=sequence)
+            return
+        changes = pa.concat_tables(tables)
         final = {id: row for row, id in enumerate(changes.column("id").to_pylist())}  # the last change to an id wins
-        if not final:
-            return replace(before, sequence=sequence)
         changes = changes.take(pa.array(final.values(), pa.int64()))
         rows, live, keep = dict(before.rows), before.live.copy(), before.keep
         in_base = {id: row for id in final if (row := self.base.row_of(id)) is not None}
@@ -378,7 +455,7 @@ class LiveShard:
         store = extended(before.store, len(before.live), vectors)
         if before.terms is not None:
             before.terms.add(len(before.live), put.column("text").to_pylist())
-        return without_dead_rows(Snapshot(sequence, keep, passages, store, live, put_at, rows, before.terms))
+        self._snapshot = without_dead_rows(LiveState(sequence, keep, passages, store, live, put_at, rows, before.terms))
 
 
 def _best_rows(scores: np.ndarray, depth: int) -> np.ndarray:

@@ -1,30 +1,18 @@
-"""Write-ahead log of the changes to an index while it serves: many writers and readers, no lock and no server.
+"""The write-ahead log of an index's changes: numbered segments in a directory with hard links, or in an object store.
 
-A lineage (an index and all versions compacted from it) has one directory of segments, numbered from 1 without gaps. A writer
-gives a segment the next free number. The file system or the object store gives a number to one writer; the others take the
-next (`segments`). So changes have a total order and a visible segment is whole. A reader checks whether the next number exists.
-
-A segment holds the changes of one append: a header, then a section for each shard that they touch, an Arrow stream of changes
-(`changes_schema`). The header lists the sections with their SHA-256, and ends with its own. A shard reads the header of every
-segment, and no section but its own. Segments of earlier versions of this package are one Arrow stream and its SHA-256; every
-shard reads all of them.
-
-A damaged or missing segment is never skipped and its number never reused: reading stops before it, replicas keep serving what
-they have, and no process opens or compacts the index until it is restored. `append` does not check for damage, so it loses
-nothing; the API refuses changes meanwhile.
-
-An older version reads the changes that a newer one has folded in, so a roll-back gives the same content. `prune` deletes the
-segments before a sequence that all versions have folded in, but not that one: the log would otherwise look empty.
-
-A directory must be on a shared file system with hard links: a local disk, NFS (mounted with `actimeo=1`, or readers see new
-segments late), Lustre or CephFS. A killed writer can leave a `.*.partial` file there, which is ignored. An object store must
-have conditional puts, as S3, GCS and Azure do.
+A link or a conditional put gives a number to one writer. A visible segment is whole, durable and never changes: a header with
+checksums, then a section for each shard that its changes touch. A damaged or missing segment is never skipped and its number never
+reused: reading stops before it. `prune` keeps the last segment that all versions have folded in: it marks the log's begin.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+import re
 import reprlib
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from obstore.exceptions import BaseError
 
 from infembed_ray.config.base import nearest
 from infembed_ray.config.retrieval import FieldType
@@ -39,11 +28,12 @@ from infembed_ray.errors import Fault, InputError
 from infembed_ray.retrieval import passages
 from infembed_ray.retrieval.filters import Value, typed
 from infembed_ray.retrieval.shards import shard_of
-from infembed_ray.retrieval.updates.segments import LocalSegments, Segments, StoredSegments, segment_name
-from infembed_ray.storage.places import Place
+from infembed_ray.storage import durable
+from infembed_ray.storage.places import Place, delete, listing
 
 OP, VECTOR = "_op", "_vector"
 """Columns of a segment besides those of passages; metadata columns cannot have these names."""
+_NAME = re.compile(r"(\d{12})\.arrow")
 _LISTED_PER_CALL = 1000
 """Segments listed per call of `last` on average, to see those behind a gap."""
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
@@ -107,11 +97,8 @@ class ChangeLog:
         self.dimension = dimension
         self.shards = shards
         self.schema = changes_schema(metadata)
-        self._last_seen = 0
-        self._calls = self._listed = 0
-        self._segments: Segments = (
-            LocalSegments(directory) if isinstance(directory, Path) else StoredSegments(directory)
-        )
+        self._last_seen = self._calls = self._listed = 0
+        self._directory_synced = False
 
     def append(self, changes: Sequence[Change]) -> int:
         """Append changes in their order as one segment; on return they are on disk. A reader applies all of them or none.
@@ -125,19 +112,48 @@ class ChangeLog:
         """
         by_shard: dict[int, list[dict[str, Any]]] = {}
         for change in changes:
-            row = self._row(change)
+            row = self._row(change)  # first: it refuses an id that has no hash
             by_shard.setdefault(shard_of(change.id, self.shards), []).append(row)
         if not by_shard:
             return self.last()
         content = _segment({shard: self._section(rows) for shard, rows in sorted(by_shard.items())}, self.shards)
+        sequence = self.last() + 1
+        remedy = "give the writer a writable directory with space, and make the change again: it may or may not be kept"
+        with self._faults("cannot be written", remedy):
+            if isinstance(self.directory, Path):
+                return self._link(self.directory, content, sequence)
+            # Equal segments of two writers may become one: making the same changes twice has no effect.
+            while self.directory.create(segment_name(sequence), content) is None:
+                sequence += 1
+            return sequence
+
+    def _link(self, directory: Path, content: bytes, sequence: int) -> int:
+        """Store a segment durably in a directory under the first free number from `sequence` on; return the number."""
+        partial = directory / f".{secrets.token_hex(8)}.partial"
         try:
-            return self._segments.add(content, self.last() + 1)
-        except OSError as error:
-            raise LogFault.at(
-                self.directory,
-                f"cannot be written ({_reason(error)})",
-                "give the writer a writable directory with space, and make the change again: it may or may not be kept",
-            ) from error
+            if not self._directory_synced:
+                directory.mkdir(parents=True, exist_ok=True)
+                for level in directory.parents[:2]:  # another writer may just have created them
+                    durable.sync_directory(level)
+                self._directory_synced = True
+            with partial.open("xb") as stream:
+                stream.write(content)
+                durable.sync(stream)
+            while True:
+                file = directory / segment_name(sequence)
+                try:
+                    os.link(partial, file)
+                    break
+                except FileExistsError:
+                    # NFS repeats a request whose reply was lost, then reports our own link as existing.
+                    if os.path.samefile(partial, file):
+                        break
+                    sequence += 1
+            durable.sync_directory(directory)
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+        return sequence
 
     def last(self) -> int:
         """The sequence of the last segment; 0 if there is none."""
@@ -151,11 +167,8 @@ class ChangeLog:
         return self._last_seen
 
     def has(self, sequence: int) -> bool:
-        """Whether a segment exists; one file-system call."""
-        try:
-            return self._segments.exists(sequence)
-        except OSError as error:
-            raise self._fault(sequence, f"cannot be read ({_reason(error)})") from error
+        """Whether a segment exists; one call of the file system or the store."""
+        return self._bytes(sequence, 0, 1) is not None
 
     def check(self, after: int) -> None:
         """Check that no segment after a sequence is missing; a gap would otherwise look like the end of the log.
@@ -164,14 +177,9 @@ class ChangeLog:
             LogFault: a segment is missing.
         """
         numbers = self._numbers()
-        expected = range(max(after, 1), max([*numbers, after]) + 1)
-        for number in expected:
+        for number in range(max(after, 1), max([*numbers, after]) + 1):
             if number not in numbers and not self.has(number):  # a listing can miss a segment that is being linked
-                raise LogFault.at(
-                    self.directory,
-                    f"{segment_name(number)} is missing",
-                    "restore it, the changes after it cannot be applied without it",
-                )
+                raise self._fault(number, "is missing")
 
     def read(self, after: int, shard: int | None = None) -> Iterator[tuple[int, pa.Table]]:
         """Read the segments after a sequence, in order.
@@ -186,21 +194,25 @@ class ChangeLog:
             LogFault: the next segment is damaged, as far as it was read.
         """
         sequence = after + 1
-        while (table := self._changes(sequence, shard)) is not None:
-            yield sequence, table
+        while (head := self._bytes(sequence, 0, _FIRST_READ)) is not None:
+            header = self._header(sequence, head)
+            tables = [self.schema.empty_table()]
+            for section in np.frombuffer(header[:-_CHECKSUM_BYTES], _SECTION, offset=_HEADER.itemsize):
+                if shard is None or section["shard"] == shard:
+                    start, length = int(section["start"]), int(section["length"])
+                    whole = start + length <= len(head)
+                    content = head[start : start + length] if whole else self._bytes(sequence, start, length) or b""
+                    tables.append(self._table(sequence, content, section["checksum"].tobytes()))
+            yield sequence, pa.concat_tables(tables)
             sequence += 1
 
     def digest(self, after: int, until: int) -> str:
         """SHA-256 (first 16 hex digits) of the segments after one sequence, up to another."""
         whole = hashlib.sha256()
         for sequence in range(after + 1, until + 1):
-            head = self._bytes(sequence, 0, _FIRST_READ)
-            if head is None:
+            if (head := self._bytes(sequence, 0, _FIRST_READ)) is None:
                 raise self._fault(sequence, "is missing")
-            header = self._header(sequence, head)
-            if header is None:  # one stream and its checksum
-                header = (self._bytes(sequence, 0, None) or b"")[-_CHECKSUM_BYTES:]
-            whole.update(header[-_CHECKSUM_BYTES:])
+            whole.update(self._header(sequence, head)[-_CHECKSUM_BYTES:])
         return whole.hexdigest()[:16]
 
     def prune(self, before: int) -> int:
@@ -210,11 +222,9 @@ class ChangeLog:
             LogFault: one cannot be deleted.
         """
         old = sorted(number for number in self._numbers() if number < before)
-        for number in old:  # ascending: what an interruption leaves has no gap
-            try:
-                self._segments.delete(number)
-            except OSError as error:
-                raise self._fault(number, f"cannot be deleted ({_reason(error)})") from error
+        with self._faults("cannot be pruned", "give a directory that can be written"):
+            for number in old:  # ascending: what an interruption leaves has no gap
+                delete(self.directory / segment_name(number))
         return len(old)
 
     def _row(self, change: Change) -> dict[str, Any]:
@@ -232,41 +242,27 @@ class ChangeLog:
         return sink.getvalue().to_pybytes()
 
     def _bytes(self, sequence: int, start: int, length: int | None) -> bytes | None:
-        try:
-            return self._segments.read(sequence, start, length)
-        except OSError as error:
-            raise self._fault(sequence, f"cannot be read ({_reason(error)})") from error
+        """Up to `length` bytes (None: all) of a segment from `start` on; None if there is no such segment."""
+        name = segment_name(sequence)
+        with self._faults(f"{name} cannot be read", "give a directory that can"):
+            if not isinstance(self.directory, Path):
+                return self.directory.read_range(name, start, length)
+            try:
+                with (self.directory / name).open("rb") as file:
+                    file.seek(start)
+                    return file.read() if length is None else file.read(length)
+            except FileNotFoundError:
+                return None
 
-    def _changes(self, sequence: int, shard: int | None) -> pa.Table | None:
-        """The changes of a segment to one shard or to all; None if there is no such segment."""
-        head = self._bytes(sequence, 0, _FIRST_READ)
-        if head is None:
-            return None
-        header = self._header(sequence, head)
-        if header is None:
-            content = self._bytes(sequence, 0, None) or b""
-            return self._of_shard(self._table(sequence, content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]), shard)
-        (facts,) = np.frombuffer(header, _HEADER, 1)
-        own = facts["shards"] == self.shards  # otherwise another program wrote it
-        tables = [self.schema.empty_table()]
-        for section in np.frombuffer(header[:-_CHECKSUM_BYTES], _SECTION, offset=_HEADER.itemsize):
-            if shard is None or not own or section["shard"] == shard:
-                start, length = int(section["start"]), int(section["length"])
-                whole = start + length <= len(head)
-                content = head[start : start + length] if whole else self._bytes(sequence, start, length) or b""
-                tables.append(self._table(sequence, content, section["checksum"].tobytes()))
-        changes = pa.concat_tables(tables)
-        return changes if own else self._of_shard(changes, shard)
-
-    def _header(self, sequence: int, head: bytes) -> bytes | None:
-        """The header of a segment that begins with `head`, checked; None for one of an earlier version."""
-        if not head.startswith(_MAGIC):
-            return None
-        sections = int(np.frombuffer(head.ljust(_HEADER.itemsize), _HEADER, 1)["sections"][0])
-        size = _HEADER.itemsize + sections * _SECTION.itemsize + _CHECKSUM_BYTES
+    def _header(self, sequence: int, head: bytes) -> bytes:
+        """The header of a segment that begins with `head`, checked."""
+        (facts,) = np.frombuffer(head.ljust(_HEADER.itemsize, b"\0"), _HEADER, 1)
+        size = _HEADER.itemsize + int(facts["sections"]) * _SECTION.itemsize + _CHECKSUM_BYTES
         header = (head if size <= len(head) else self._bytes(sequence, 0, None) or b"")[:size]
-        if hashlib.sha256(header[:-_CHECKSUM_BYTES]).digest() != header[-_CHECKSUM_BYTES:]:
+        if facts["magic"] != _MAGIC or hashlib.sha256(header[:-_CHECKSUM_BYTES]).digest() != header[-_CHECKSUM_BYTES:]:
             raise self._fault(sequence, _CORRUPTED)
+        if facts["shards"] != self.shards:
+            raise self._fault(sequence, f"is of an index of {facts['shards']} shards")
         return header
 
     def _table(self, sequence: int, content: bytes, checksum: bytes) -> pa.Table:
@@ -277,25 +273,30 @@ class ChangeLog:
             raise self._fault(sequence, "has other columns than the index")
         return table
 
-    def _of_shard(self, changes: pa.Table, shard: int | None) -> pa.Table:
-        if shard is None:
-            return changes
-        return changes.filter([shard_of(id, self.shards) == shard for id in changes.column("id").to_pylist()])
-
     def _fault(self, sequence: int, reason: str) -> LogFault:
-        return LogFault.at(
-            self.directory,
-            f"{segment_name(sequence)} {reason}",
-            "restore it, it and the changes after it are not applied until then",
-        )
+        remedy = "restore it, it and the changes after it are not applied until then"
+        return LogFault.at(self.directory, f"{segment_name(sequence)} {reason}", remedy)
+
+    @contextlib.contextmanager
+    def _faults(self, fault: str, remedy: str) -> Iterator[None]:
+        """Convert errors of the file system or of the store's clients in the block to a LogFault."""
+        try:
+            yield
+        except (OSError, pa.ArrowException, BaseError) as error:
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:240]
+            raise LogFault.at(self.directory, f"{fault} ({reason})", remedy) from error
 
     def _numbers(self) -> set[int]:
-        try:
-            return self._segments.numbers()
-        except OSError as error:
-            raise LogFault.at(
-                self.directory, f"cannot be read ({_reason(error)})", "give a directory that can"
-            ) from error
+        """The numbers in use."""
+        names: Sequence[str] | Mapping[str, int] = ()
+        with self._faults("cannot be read", "give a directory that can"), contextlib.suppress(FileNotFoundError):
+            names = os.listdir(self.directory) if isinstance(self.directory, Path) else listing(self.directory)
+        return {int(match[1]) for match in map(_NAME.fullmatch, names) if match}
+
+
+def segment_name(sequence: int) -> str:
+    """File name of a segment."""
+    return f"{sequence:012d}.arrow"
 
 
 def _segment(sections: Mapping[int, bytes], shards: int) -> bytes:
@@ -308,11 +309,6 @@ def _segment(sections: Mapping[int, bytes], shards: int) -> bytes:
     ]
     header = np.array((_MAGIC, shards, len(sections)), _HEADER).tobytes() + np.array(rows, _SECTION).tobytes()
     return b"".join([header, hashlib.sha256(header).digest(), *sections.values()])
-
-
-def _reason(error: OSError) -> str:
-    """The reason of a file system's error, or of an object store's, which has a message only."""
-    return error.strerror or " ".join(str(error).split())[:240]
 
 
 def changes_schema(metadata: Mapping[str, FieldType]) -> pa.Schema:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from infembed_ray.modeling.lru_cache import LruCache
-from infembed_ray.retrieval.answers import Behind, Key, Merged, ScoreQuery, ShardQuery, merge, merge_rankings
+from infembed_ray.retrieval.answers import Behind, Key, MergedRanking, ScoreQuery, ShardQuery, merge, merge_rankings
 from infembed_ray.retrieval.shards import Content, shard_of
 from infembed_ray.serving.encoder.batching import DeadlineExceeded
 from infembed_ray.serving.routing.micro_batching import MicroBatcher
@@ -160,7 +160,7 @@ class FanOut:
         raise NotApplied(query.min_sequence, self._names[number], behind.args[0]) from behind
 
     async def _hits(
-        self, shards: Sequence[int], merged: Sequence[Merged], deadline: float, allow_partial: bool
+        self, shards: Sequence[int], merged: Sequence[MergedRanking], deadline: float, allow_partial: bool
     ) -> tuple[list[list[SearchHit]], set[int], Exception | None]:
         """Fetch the winners' texts: the hits; or the shards that did not give theirs, and the error of one."""
         contents: dict[tuple[int, Key], Content | None] = {}
@@ -219,7 +219,7 @@ def _succeeded(task: asyncio.Future[Any]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
-def _keys(shards: Sequence[int], merged: Merged) -> Iterator[tuple[int, Key]]:
+def _keys(shards: Sequence[int], merged: MergedRanking) -> Iterator[tuple[int, Key]]:
     """The shard and the key of each winner."""
     for ranking, place, id in zip(merged.rankings, merged.places, merged.ids, strict=True):
         yield shards[ranking], (place, id)

@@ -43,17 +43,6 @@ def test_models_are_compared_with_the_first_of_their_output_and_those_of_a_sweep
             assert apart.value == pytest.approx(expected)
 
 
-def test_models_of_all_outputs_can_be_compared_with_one():
-    found = collect({"sweep": SWEEP, "more": EVALUATION}).against("ours")
-    cells, means = found.cells(P_MRR), found.results.figures
-    assert cells["ours"].compared.difference is None
-    for key in found.models.keys() - {"ours"}:
-        expected = means[key]["records"]["p-MRR"] - means["ours"]["records"]["p-MRR"]
-        assert cells[key].compared.difference.value == pytest.approx(expected)
-    with pytest.raises(InputError, match=r"baseline=our: no model has this name; did you mean ours\?"):
-        found.against("our")
-
-
 def test_the_same_model_in_two_outputs_is_one_with_the_tasks_of_both():
     other = made.evaluation(made.benchmarks("mair"), {"base": ("org/base", 0)})
     found = collect({"a": EVALUATION, "b": other})
@@ -84,17 +73,17 @@ def test_tasks_of_one_name_must_be_the_same():
         EVALUATION, tasks={"records": replace(EVALUATION.tasks["records"], about={"queries": 20, "passages": 99})}
     )
     with pytest.raises(
-        InputError, match=r"results\.b: its task 'records' differs from that of results\.a \(passages 99 and 40\)"
+        InputError, match=r"results\.b: its task 'records' differs from that of results\.a \(by about\)"
     ):
         collect({"a": EVALUATION, "b": larger})
     other = replace(EVALUATION, tasks={"records": replace(EVALUATION.tasks["records"], content="another hash")})
-    with pytest.raises(InputError, match=r"other texts or judgements"):
+    with pytest.raises(InputError, match="by content"):
         collect({"a": EVALUATION, "b": other})
     short = {
         m: {"records": {f: dict(list(v.items())[1:]) for f, v in s["records"].items()}}
         for m, s in EVALUATION.scores.items()
     }
-    with pytest.raises(InputError, match=r"other queries"):
+    with pytest.raises(InputError, match="by queries"):
         collect({"a": EVALUATION, "b": replace(EVALUATION, scores=short)})
 
 

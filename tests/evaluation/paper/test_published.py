@@ -1,7 +1,5 @@
 """Numbers that the paper prints twice agree, except for those marked."""
 
-from itertools import pairwise
-
 import pytest
 
 from infembed_ray.evaluation.paper.published import COLUMNS, TABLES
@@ -61,17 +59,6 @@ def test_corrected_averages_are_the_means_of_their_data_sets(number, tolerance):
     assert not off(values, MAIR, "MAIR nDCG@10", tolerance)
 
 
-def test_corrected_numbers_contradict_the_print():
-    printed, doubtful = cells("6", printed=True)
-    wrong = off(printed, P_MRRS, "FollowIR p-MRR", 0.0101)
-    assert wrong - doubtful == {
-        ("Base", "ModernBERT", "FollowIR p-MRR"),
-        ("Base", "Average", "FollowIR p-MRR"),
-        ("multi{I,IQ}", "Llama-3.2-1B", "FollowIR p-MRR"),
-        ("multi{I,IQ}", "Average", "FollowIR p-MRR"),
-    }
-
-
 def test_the_average_over_backbones_is_that_of_the_corrected_values():
     values, _ = cells("6")
     backbones = TABLES["6"].backbones[:-1]
@@ -94,39 +81,8 @@ def test_tables_2_and_5_agree_where_they_are_not_doubtful():
     assert differing == doubtful_2 == {place for place in doubtful_5 if place[2] != "MAIR nDCG@10"}
 
 
-def test_table_2_is_the_best_of_table_6_by_p_mrr_and_that_is_uni_p_for_two_of_seven_backbones():
-    of_2, of_6 = cells("2")[0], cells("6")[0]
-    best = {}
-    for backbone in TABLES["6"].backbones[:-1]:
-        rows = [row.name for row in TABLES["6"].rows if row.name != "Base"]
-        best[backbone] = max(
-            rows, key=lambda row, b=backbone: (of_6[row, b, "FollowIR p-MRR"], of_6[row, b, "FollowIR score"])
-        )
-        name = "InF-Embed (ModernBERT-base)" if backbone == "ModernBERT" else f"InF-Embed ({backbone})"
-        for column in TABLES["6"].columns:
-            assert of_2[name, "", column] == pytest.approx(of_6[best[backbone], backbone, column], abs=0.0501)
-    assert [b for b, row in best.items() if row == "uni{P}"] == ["Qwen2.5-1.5B-Instruct", "Llama-3.2-1B"]
-    assert best["ModernBERT"] == "multi{P,I,IQ}"
-
-
 def test_table_4_is_of_uni_p():
     assert (
         cells("4")[0]["shared, last, 2 epochs", "", "FollowIR p-MRR"]
         == cells("3")[0]["uni{P}", "Qwen2.5-1.5B", "FollowIR p-MRR"]
     )
-
-
-def test_headline_gains_are_those_of_the_printed_tables():
-    """+8.2 and +14.3 are printed for e5-base-v2 but are means over both e5; +1.36 uses -0.27 instead of -2.57."""
-    of_2, printed = cells("2")[0], cells("3", printed=True)[0]
-    gains = [
-        [of_2[f"InF-Embed ({model})", "", column] - of_2[model, "", column] for model in ("e5-base-v2", "e5-large-v2")]
-        for column in ("FollowIR p-MRR", *MAIR)
-    ]
-    assert sum(gains[0]) / 2 == pytest.approx(8.2, abs=0.06)
-    assert sum(sum(of_column) for of_column in gains[1:]) / 10 == pytest.approx(14.3, abs=0.06)
-    modernbert = (
-        printed["multi{P,I,IQ}", "ModernBERT", "FollowIR p-MRR"] - printed["Base", "ModernBERT", "FollowIR p-MRR"]
-    )
-    assert modernbert == pytest.approx(1.36)
-    assert all(a != b for a, b in pairwise(of_column[0] for of_column in gains))

@@ -1,7 +1,6 @@
 """`infembed report` as a user runs it, and its page as a browser reads it."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -38,7 +37,6 @@ def settings(outputs, tmp_path_factory):
         results=outputs,
         output=str(tmp_path_factory.mktemp("out")),
         rows={"<b>ours</b>": "InF-Embed (e5-base-v2)"},
-        unfiltered=("raw",),
     )
 
 
@@ -52,9 +50,9 @@ def page(published):
     return Page((published.path / "report.html").read_text())
 
 
-def test_the_report_is_published_in_four_formats(published, settings):
+def test_the_report_is_published_in_three_formats(published, settings):
     assert {file.name for file in published.path.iterdir()} == {
-        *("report.html", "report.md", "tables.csv", "tables.tex", "manifest.json")
+        *("report.html", "report.md", "tables.csv", "manifest.json")
     }
     assert published.manifest["tables_with_ours"] == ["Table 2", "Table 5"]
     assert not run(settings).fresh
@@ -73,16 +71,8 @@ def test_the_page_shows_ours_beside_the_paper_and_labels_as_they_are(page):
     text = page.text
     assert "<b>ours</b>" in text  # escaped
     assert "Figure 5: FollowIR" in text
-    assert "Figure 6: with and without the quality filter" in text
     assert "The paper's tables without your results" in text
     assert text.index("Table 5: Baselines") < text.index("Table 3: Objectives")  # of the last section
-
-
-def test_the_page_of_one_evaluation_is_the_one_of_the_report(outputs, tmp_path):
-    models = outputs["models"]
-    html = of_evaluation(models, results.read(Path(models))).as_html()
-    published = run(ReportSettings(results={"results": models}, output=str(tmp_path)))
-    assert html == (published.path / "report.html").read_text()
 
 
 def test_the_table_of_one_evaluation_has_its_own_numbers_facts_and_conventions():
@@ -102,14 +92,6 @@ def test_the_table_of_one_evaluation_has_its_own_numbers_facts_and_conventions()
     assert "Differences" not in alone.as_markdown(with_paper=False) + alone.as_text()
 
 
-def test_the_markdown_tells_the_same(published):
-    markdown = (published.path / "report.md").read_text()
-    assert markdown.index("## Table 5") < markdown.index("## Table 3")
-    assert "| MiniLM" not in markdown.split("## records")[0]
-    assert "the paper's numbers only" in markdown
-    assert "- p-MRR: per document" in markdown
-
-
 def test_the_command_refuses_bad_input_in_one_line(outputs, tmp_path, capsys):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "results.json").write_text(json.dumps({"format": "infembed-results/0"}))
@@ -117,7 +99,7 @@ def test_the_command_refuses_bad_input_in_one_line(outputs, tmp_path, capsys):
     cases = {
         "no such file or directory": [f"results.x={tmp_path / 'nowhere'}"],
         "format is 'infembed-results/0'": [f"results.old={tmp_path / 'old'}"],
-        "unfiltered=mdels: no output has this label; did you mean models?": ["unfiltered=[mdels]"],
+        "rows.models: no model has this name": ["rows.models=e5-base-v2"],
     }
     for message, more in cases.items():
         assert main(["report", *given, *more]) == 2

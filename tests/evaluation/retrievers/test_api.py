@@ -1,9 +1,5 @@
 """Remote embedders against a server on loopback that counts what it embeds."""
 
-import subprocess
-import sys
-import time
-
 import numpy as np
 import pytest
 
@@ -11,7 +7,6 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import api, baselines
 from infembed_ray.evaluation.retrievers.retriever import TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
-from infembed_ray.llm.journal import Journal
 from tests.evaluation.retrievers import stand_in_embedder
 from tests.evaluation.retrievers.stand_in_embedder import embedding
 
@@ -24,191 +19,78 @@ QUERIES = [Query("1", "how is aspirin dosed", "for nurses"), Query("2", "what is
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv("STAND_IN_KEY", "secret")
+    monkeypatch.setattr(api, "TEXTS", 8)
     with stand_in_embedder.serving() as running:
         yield running
 
 
-@pytest.fixture
-def encoder(server, tmp_path, monkeypatch):
-    """Make encoders, each like a new run with the same journal."""
-
-    def make(baseline="openai-v3-large", limits=None, texts=8, **changed) -> TextEncoder:
-        monkeypatch.setattr(api, "TEXTS", texts)
-        path = "v2" if baseline.startswith("cohere") else "v1"
-        endpoint = {"base_url": f"{server.url}/{path}", "api_key_env": "STAND_IN_KEY", "timeout_s": 5, "max_retries": 2}
-        asked = {"endpoint": endpoint, "journal": str(tmp_path / "journal")}
-        asked |= {"limits": limits or {}} | changed.pop("api", {})
-        settings = baselines.resolve("x", {"baseline": baseline, "api": asked} | changed)
-        baselines.inputs(settings, "models.x")
-        made = baselines.load(settings)
-        assert isinstance(made, TextEncoder)
-        return made
-
-    return make
+def encoder(server, **changed) -> TextEncoder:
+    endpoint = {"base_url": f"{server.url}/v1", "api_key_env": "STAND_IN_KEY", "timeout_s": 5, "max_retries": 8}
+    settings = baselines.resolve("x", {"baseline": "openai-v3-large", "endpoint": endpoint} | changed)
+    baselines.inputs(settings, "models.x")
+    made = baselines.load(settings)
+    assert isinstance(made, TextEncoder)
+    return made
 
 
-def units(texts, kind=""):
-    vectors = np.array([embedding(text, kind) for text in texts])
+def units(texts):
+    vectors = np.array([embedding(text) for text in texts])
     return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
 
 
-def test_openai_embeds_queries_with_their_instruction_and_passages_in_their_order(server, encoder):
-    remote = encoder()
+def test_queries_with_their_instruction_and_passages_are_embedded_in_their_order(server):
+    remote = encoder(server)
     np.testing.assert_allclose(remote.encode_passages(PASSAGES), units(PASSAGES), atol=1e-6)
-    np.testing.assert_allclose(
-        remote.encode_queries(QUERIES), units(["how is aspirin dosed for nurses", "what is bread"]), atol=1e-6
-    )
+    queries = ["how is aspirin dosed for nurses", "what is bread"]
+    np.testing.assert_allclose(remote.encode_queries(QUERIES), units(queries), atol=1e-6)
     assert {len(body["input"]) for body in server.bodies} == {8, 2}
     assert server.bodies[0].keys() == {"model", "input", "encoding_format"}
+    encoder(server, dimensions=4).encode_queries(QUERIES)
+    assert server.bodies[-1]["dimensions"] == 4
 
 
-def test_cohere_gets_the_side_of_each_text(server, encoder):
-    remote = encoder("cohere-embed-english-v3.0", dimensions=8)
-    np.testing.assert_allclose(remote.encode_passages(PASSAGES[:3]), units(PASSAGES[:3], "search_document"), atol=1e-6)
-    both = [Query("1", PASSAGES[0])]  # on the other side, a text has another embedding
-    np.testing.assert_allclose(remote.encode_queries(both), units(PASSAGES[:1], "search_query"), atol=1e-6)
-    assert server.bodies[0]["output_dimension"] == 8
-    assert server.bodies[0]["truncate"] == "END"
-
-
-def test_you_never_pay_for_the_same_text_twice(server, encoder):
-    first = encoder().encode_passages([*PASSAGES[:20], PASSAGES[3]])
-    again = encoder().encode_passages(PASSAGES[10:] + PASSAGES[:10])
-    np.testing.assert_array_equal(first[10:20], again[:10])
-    assert set(server.paid) == set(PASSAGES)
+def test_faults_are_retried_and_no_text_is_embedded_twice(server):
+    server.faults = ["429", "500", "429", "dropped", "500"]
+    np.testing.assert_allclose(encoder(server).encode_passages(PASSAGES), units(PASSAGES), atol=1e-6)
     assert set(server.paid.values()) == {1}
+    assert len(server.bodies) == 5 + 5
 
 
-def test_a_finished_journal_needs_no_key_and_no_server(server, encoder, monkeypatch):
-    embeddings = encoder().encode_passages(PASSAGES)
-    monkeypatch.delenv("STAND_IN_KEY")
-    requests = len(server.bodies)
-    np.testing.assert_array_equal(encoder().encode_passages(PASSAGES), embeddings)
-    assert len(server.bodies) == requests
-    with pytest.raises(InputError, match="api_key_env=STAND_IN_KEY: not set on"):
-        encoder().encode_passages(["another"])
-
-
-def test_faults_are_retried_and_429s_waited_for(server, encoder):
-    server.latency_s = 0.02
-    server.faults = ["429", "500", "429", "dropped", "truncated", "429", "500"]
-    np.testing.assert_allclose(encoder().encode_passages(PASSAGES), units(PASSAGES), atol=1e-6)
-    assert set(server.paid.values()) == {1}
-    assert len(server.bodies) == 5 + 7
-
-
-def test_requests_are_in_flight_together_and_never_more_than_allowed(server, encoder):
-    server.latency_s = 0.05
-    encoder(limits={"in_flight": 3}, texts=1).encode_passages(PASSAGES)
-    assert server.most_in_flight == 3
-
-
-def test_a_server_that_keeps_failing_ends_the_run_and_the_next_resumes(server, encoder):
-    server.latency_s = 0.01
-    endpoint = {"base_url": f"{server.url}/v1", "api_key_env": "STAND_IN_KEY", "max_retries": 2, "patience_s": 1}
-    one_by_one = {"limits": {"in_flight": 1}, "endpoint": endpoint}
-    server.faults = ["", ""] + ["500"] * 100
-    with pytest.raises(InputError, match=r"no answer to .* in \d+ s \(HTTP 500: oops\); .*; the same command resumes"):
-        encoder(api=one_by_one).encode_passages(PASSAGES)
-    assert sum(server.paid.values()) == 16
-    server.faults = []
-    encoder(api=one_by_one).encode_passages(PASSAGES)
-    assert set(server.paid) == set(PASSAGES)
-    assert set(server.paid.values()) == {1}
-
-
-def test_a_killed_process_keeps_its_journaled_embeddings(server, encoder, tmp_path):
-    server.latency_s = 0.05
-    remote = encoder(limits={"in_flight": 2})
-    asked = remote._settings.model_dump_json()
-    script = (
-        "import sys; from infembed_ray.config.evaluation import RetrieverSettings as S; from infembed_ray.evaluation.retrievers import api;"
-        "api.TEXTS = 8; api.ApiEncoder(S.model_validate_json(sys.argv[1]), '').encode_passages([f'passage {i}' for i in range(400)])"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script, asked])
-    try:
-        while server.paid.total() < 80:
-            assert process.poll() is None
-            time.sleep(0.01)
-    finally:
-        process.kill()
-        process.wait()
-    while server.in_flight:  # the server finishes requests in progress
-        time.sleep(0.01)
-    passages = [f"passage {i}" for i in range(400)]
-    answered, journaled = set(server.paid), len(Journal(tmp_path / "journal"))
-    assert 40 <= journaled <= len(answered)
-    np.testing.assert_allclose(encoder().encode_passages(passages), units(passages), atol=1e-6)
-    twice = [text for text, times in server.paid.items() if times > 1]
-    assert len(twice) <= len(answered) - journaled
-    assert set(server.paid) == set(passages)
-
-
-def test_a_refused_key_and_an_unknown_model_are_named(server, encoder, monkeypatch):
-    with pytest.raises(InputError, match=r"model unknown: not at endpoint\.base_url"):
-        encoder(model="unknown").encode_passages(PASSAGES)
-    monkeypatch.setenv("STAND_IN_KEY", "wrong")
-    with pytest.raises(InputError, match=r"refuses its key") as refused:
-        encoder().encode_passages(PASSAGES)
-    assert "wrong" not in str(refused.value)
-
-
-def test_a_text_that_the_endpoint_refuses_is_named_and_the_others_are_kept(server, encoder):
+def test_blank_and_long_texts_have_an_embedding_too(server, monkeypatch):
+    monkeypatch.setattr(api, "LONGEST", 100)
     server.longest = 100
-    long = "endless " * 20
-    with pytest.raises(InputError, match=r"refuses the text 'endless endless.*lower api\.max_characters"):
-        encoder().encode_passages([*PASSAGES[:5], long])
-    assert sum(server.paid.values()) >= 3
-    cut = encoder(api={"max_characters": 100}).encode_passages([*PASSAGES[:5], long])
-    np.testing.assert_allclose(cut[-1:], units([long[:100]]), atol=1e-6)
-    assert {times for text, times in server.paid.items() if text != api.BLANK} == {1}  # blank: is the endpoint well?
-
-
-def test_blank_texts_have_an_embedding_too(encoder):
-    assert np.isfinite(encoder().encode_passages(["", " \n", "bread"])).all()
-
-
-def test_the_budget_is_reserved_before_and_never_exceeded_whatever_the_runs(server, encoder):
-    worst_of_all = sum(len(text) + 2 for text in PASSAGES) * 0.13e-6
-    budget = {"budget_usd": worst_of_all / 3}
-    with pytest.raises(InputError, match=r"limits\.budget_usd=.*used up"):
-        encoder(limits=budget).encode_passages(PASSAGES)
-    assert 0 < server.tokens * 0.13e-6 <= budget["budget_usd"]
-    with pytest.raises(InputError, match=r"used up"):  # the budget covers all runs
-        for run in range(20):
-            encoder(limits=budget).encode_passages([f"{text}, {run}" for text in PASSAGES])
-    assert server.tokens * 0.13e-6 <= budget["budget_usd"]
-    encoder(limits={"budget_usd": 2 * worst_of_all}).encode_passages(PASSAGES)
-    assert server.paid[PASSAGES[0]] == server.paid[PASSAGES[-1]] == 1
-
-
-def test_tokens_of_a_request_are_divided_among_its_texts():
-    for total, sizes in ((100, [1, 2, 3]), (7, [5, 5, 5, 5]), (0, [3]), (5, [0, 0])):
-        shares = api._divided(total, sizes)
-        assert sum(shares) == (total if sum(sizes) else 0)
-        assert min(shares) >= 0
-
-
-def test_malformed_embeddings_are_rejected(server, encoder):
-    server.faults = ["nan"]
-    with pytest.raises(InputError, match=r"the embedding of 'passage 0 about bread' is not finite"):
-        encoder().encode_passages(PASSAGES[:3])
-    encoder().encode_passages(PASSAGES[:3])
-    assert [server.paid[text] for text in PASSAGES[:3]] == [2, 1, 1]  # the other embeddings of the request are kept
-    server.faults = ["wrong count"]
-    with pytest.raises(InputError, match=r"3 embeddings for 4 texts"):
-        encoder().encode_passages(PASSAGES[3:7])
+    made = encoder(server).encode_passages(["", " \n", "bread", "endless " * 20])
+    np.testing.assert_allclose(made, units([".", ".", "bread", ("endless " * 20)[:100]]), atol=1e-6)
+    assert encoder(server).encode_passages([]).shape[0] == 0
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("fault", "said"),
     [
-        ({"journal": None}, r"models\.x\.api\.journal is missing"),
-        ({"endpoint": {"base_url": "localhost"}}, "not a URL"),
-        ({"limits": {"budget_usd": 1}, "prices": None}, "the price of model=odd is unknown"),
+        ({"server": {"longest": 3}}, "too long or empty"),
+        ({"server": {"faults": ["nan"]}}, "is not finite"),
+        ({"server": {"faults": ["wrong count"]}}, "3 embeddings for 4 texts"),
+        ({"model": "unknown"}, "no such model"),
+        ({"key": "wrong"}, "Incorrect API key"),
+        ({"key": None}, "STAND_IN_KEY"),
     ],
 )
-def test_invalid_api_settings_are_rejected_before_any_request(tmp_path, wrong, said):
-    settings = {"baseline": "openai-v3-large", "model": "odd", "api": {"journal": str(tmp_path)} | wrong}
-    with pytest.raises(InputError, match=said):
-        baselines.inputs(baselines.resolve("x", settings), "models.x")
+def test_what_cannot_be_embedded_is_an_error_that_names_the_model(server, monkeypatch, fault, said):
+    for name, value in fault.get("server", {}).items():
+        setattr(server, name, value)
+    if "key" in fault:
+        monkeypatch.delenv("STAND_IN_KEY")
+        if fault["key"]:
+            monkeypatch.setenv("STAND_IN_KEY", fault["key"])
+    model = fault.get("model", "text-embedding-3-large")
+    with pytest.raises(InputError, match=said) as refused:
+        encoder(server, model=model).encode_passages(PASSAGES[:4])
+    (found,) = refused.value.faults
+    assert (found.setting, found.value) == ("model", model)
+
+
+def test_an_endpoint_without_a_url_is_rejected_before_any_request():
+    settings = baselines.resolve("x", {"baseline": "openai-v3-large", "endpoint": {"base_url": "localhost"}})
+    with pytest.raises(InputError) as refused:
+        baselines.inputs(settings, "models.x")
+    assert refused.value.faults[0].setting == "models.x.endpoint.base_url"

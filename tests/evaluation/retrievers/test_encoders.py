@@ -34,11 +34,6 @@ E5 = {
     "plain_query": "query: {query}",
     "passage": "passage: {passage}",
 }
-GRIT = {
-    "instructed_query": "For: {instruction}\nsay {query}",
-    "plain_query": "say {query}",
-    "passage": "a passage: {passage}",
-}
 E5_TEXTS = [
     "query: how is aspirin dosed for nurses, in plain words",
     "query: what is bread",
@@ -64,14 +59,13 @@ def their_minilm(minilm):
 
 @pytest.fixture(scope="module")
 def with_dense(minilm, tmp_path_factory):
-    """A model with a Dense layer, like INSTRUCTOR's."""
+    """A model with a Dense layer, like INSTRUCTOR's, which leaves the prompt out of the mean."""
     torch.manual_seed(0)
     path = str(tmp_path_factory.mktemp("dense"))
     words = models.Transformer(minilm, max_seq_length=64)
     dense = models.Dense(384, 48, bias=False, activation_function=torch.nn.Identity())
-    SentenceTransformer(modules=[words, models.Pooling(384, "mean"), dense, models.Normalize()], device="cpu").save(
-        path
-    )
+    pooling = models.Pooling(384, "mean", include_prompt=False)
+    SentenceTransformer(modules=[words, pooling, dense, models.Normalize()], device="cpu").save(path)
     return path
 
 
@@ -83,15 +77,6 @@ def test_formats_give_the_embeddings_of_formatted_texts(minilm, their_minilm, ki
     close(encoder.encode_passages(PASSAGES), their_minilm.encode(texts, normalize_embeddings=True))
 
 
-def test_without_formats_a_plain_model_uses_the_given_template(minilm, their_minilm):
-    texts = ["how is aspirin dosed for nurses, in plain words", "what is bread"]
-    for model in (minilm, {"model": minilm}):
-        settings = baselines.resolve("x", model, template="query_first")
-        close(
-            baselines.load(settings).encode_queries(QUERIES[:2]), their_minilm.encode(texts, normalize_embeddings=True)
-        )
-
-
 @pytest.mark.parametrize("how", [{}, {"share_encoder": False}, {"interaction": "cross_attention"}])
 def test_our_checkpoints_keep_their_own_template(minilm, tmp_path, how):
     torch.manual_seed(0)
@@ -100,7 +85,7 @@ def test_our_checkpoints_keep_their_own_template(minilm, tmp_path, how):
         with torch.no_grad():
             own.passage_backbone.embeddings.word_embeddings.weight.mul_(1.1)
     own.save_pretrained(tmp_path)
-    encoder = baselines.load(baselines.resolve("x", str(tmp_path), template="query_first"))
+    encoder = baselines.load(baselines.resolve("x", str(tmp_path)))
     queries, instructions = [q.query for q in QUERIES], [q.instruction for q in QUERIES]
     close(encoder.encode_queries(QUERIES), own.encode_queries(queries, instructions))
     close(encoder.encode_passages(PASSAGES), own.encode_passages(PASSAGES))
@@ -110,51 +95,6 @@ def test_cross_attention_rejects_formats(minilm, tmp_path):
     InstructionEncoder.from_pretrained(minilm, interaction="cross_attention").save_pretrained(tmp_path)
     with pytest.raises(InputError, match="reads instruction and query separately, so it cannot use formats"):
         load(model=str(tmp_path), **E5)
-
-
-@pytest.mark.parametrize("kind", ["encoder", "sentence_transformers"])
-def test_a_prompt_that_is_not_pooled_is_attended_to_but_no_part_of_the_mean(minilm, kind):
-    tokenizer, model = AutoTokenizer.from_pretrained(minilm), AutoModel.from_pretrained(minilm)
-
-    def expected(prompt: str, text: str) -> np.ndarray:
-        ids = tokenizer(prompt + text, return_tensors="pt").input_ids
-        left_out = len(tokenizer(prompt).input_ids) - 1  # its [SEP] is not there
-        with torch.inference_mode():
-            states = model(ids).last_hidden_state[0]
-        return torch.nn.functional.normalize(states[left_out:].mean(0), dim=0).numpy()
-
-    encoder = load(kind=kind, model=minilm, pool_prompt=False, **GRIT)
-    prompts = ["For: for nurses, in plain words\nsay ", "say ", "For: no brand names\nsay "]
-    wanted = [expected(prompt, query.query) for prompt, query in zip(prompts, QUERIES, strict=True)]
-    close(encoder.encode_queries(QUERIES), wanted)
-    close(encoder.encode_passages(PASSAGES), [expected("a passage: ", passage) for passage in PASSAGES])
-
-
-def test_gritlm_is_bidirectional_and_does_not_pool_the_prompt(tmp_path):
-    model = backbones.write("mistral", tmp_path)
-    encoder = load(baseline="gritlm-7b", model=model, dtype="float32")
-    tokenizer, plain = (
-        AutoTokenizer.from_pretrained(model),
-        AutoModel.from_pretrained(model, attn_implementation="eager"),
-    )
-    expected = []
-    for query, prompt in zip(
-        QUERIES,
-        ["<|user|>\nfor nurses, in plain words\n<|embed|>\n", "<|embed|>\n", "<|user|>\nno brand names\n<|embed|>\n"],
-        strict=True,
-    ):
-        ids = tokenizer(prompt + query.query, return_tensors="pt").input_ids
-        all_attend_all = torch.zeros(1, 1, ids.shape[1], ids.shape[1])
-        with torch.inference_mode():
-            states = plain(ids, attention_mask=all_attend_all).last_hidden_state[0]
-        left_out = len(tokenizer(prompt).input_ids)
-        expected.append(torch.nn.functional.normalize(states[left_out:].mean(0), dim=0).numpy())
-    close(encoder.encode_queries(QUERIES), expected)
-
-
-def test_a_text_truncated_within_its_prompt_has_an_embedding(minilm):
-    encoder = load(model=minilm, pool_prompt=False, query_length=6, **GRIT)
-    assert np.isfinite(encoder.encode_queries(QUERIES)).all()
 
 
 def test_e5_mistral_ends_texts_with_eos_and_pools_it(tmp_path):
@@ -197,9 +137,8 @@ def test_a_model_with_its_own_modules_needs_sentence_transformers(with_dense):
     with pytest.raises(InputError, match="has a Dense module"):
         load(kind="encoder", model=with_dense, **E5)
     formats = {"instructed_query": "{instruction} {query}", "plain_query": "say {query}", "passage": "read: {passage}"}
-    encoder = load(kind="sentence_transformers", model=with_dense, pool_prompt=False, **formats)
+    encoder = load(kind="sentence_transformers", model=with_dense, **formats)
     theirs = SentenceTransformer(with_dense, device="cpu")
-    theirs.set_pooling_include_prompt(False)
     prompts = ["for nurses, in plain words ", "say ", "no brand names "]
     expected = [theirs.encode(q.query, prompt=prompt) for q, prompt in zip(QUERIES, prompts, strict=True)]
     close(encoder.encode_queries(QUERIES), expected)
@@ -207,43 +146,19 @@ def test_a_model_with_its_own_modules_needs_sentence_transformers(with_dense):
     assert encoder.encode_passages(PASSAGES).shape == (3, 48)
 
 
-def test_contriever_ranks_by_the_inner_product_of_plain_means(tmp_path, minilm):
-    AutoModel.from_pretrained(minilm).save_pretrained(tmp_path)  # no modules: what Contriever's repository is
-    AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path)
-    encoder = load(baseline="contriever", model=str(tmp_path))
-    tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), AutoModel.from_pretrained(tmp_path)
-    with torch.inference_mode():
-        expected = [
-            model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0).numpy() for text in PASSAGES
-        ]
-    close(encoder.encode_passages(PASSAGES), expected, atol=1e-5)
-    assert np.linalg.norm(expected[0]) != pytest.approx(1, abs=0.01)
-
-
-def test_lengths_are_those_of_each_side(minilm, their_minilm):
-    encoder = load(kind="sentence_transformers", model=minilm, query_length=4, passage_length=8, **E5)
-    same = [Query("a", "aspirin and bread"), Query("b", "aspirin")]
-    close(encoder.encode_queries(same)[:1], encoder.encode_queries(same)[1:], atol=1e-5)  # "query", ":" and a word fit
-    assert np.abs(np.subtract(*encoder.encode_passages(["aspirin and bread", "aspirin"]))).max() > 0.01
-
-
-def test_half_precision_is_close_and_changes_the_identity(minilm):
-    exact, half = (load(model=minilm, dtype=dtype, **E5) for dtype in ("float32", "bfloat16"))
-    cosines = (exact.encode_queries(QUERIES) * half.encode_queries(QUERIES)).sum(1)
-    assert cosines.min() > 0.99
-    assert exact.identity != half.identity
+@pytest.mark.parametrize("similarity", ["dot", "cosine"])
+def test_a_model_describes_itself_whether_its_embeddings_are_unit_vectors(tmp_path, minilm, similarity):
+    modules = [models.Transformer(minilm), models.Pooling(384, "mean")]
+    theirs = SentenceTransformer(modules=modules, device="cpu", similarity_fn_name=similarity)
+    theirs.save(str(tmp_path))
+    made = load(baseline="contriever", model=str(tmp_path)).encode_passages(PASSAGES)
+    close(made, theirs.encode(PASSAGES, normalize_embeddings=similarity == "cosine"), atol=1e-5)
+    assert (np.linalg.norm(made[0]) == pytest.approx(1, abs=0.01)) == (similarity == "cosine")
 
 
 def test_an_encoder_decoder_is_not_an_encoder(tmp_path):
-    with pytest.raises(InputError, match=r"kind=encoder, model=.*is an encoder-decoder model.*kind=seq2seq"):
+    with pytest.raises(InputError, match="encoder-decoder"):
         load(model=tiny.t5(tmp_path), **E5)
-
-
-def test_no_texts_have_no_embeddings(minilm):
-    for kind in ("encoder", "sentence_transformers"):
-        for pool_prompt in (True, False):
-            encoder = load(kind=kind, model=minilm, pool_prompt=pool_prompt, **E5)
-            assert len(encoder.encode_queries([])) == len(encoder.encode_passages([])) == 0
 
 
 def test_a_missing_package_is_named_before_work_starts(minilm, monkeypatch):

@@ -13,12 +13,10 @@ import pytrec_eval
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Run
-from infembed_ray.evaluation.obedience import constant
 from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.task import Query, Task
 from tests.evaluation import published
-from tests.evaluation.published import DOCUMENTS
 
 # ---------- Tasks load by name, your own by path.
 
@@ -56,38 +54,18 @@ def test_an_unknown_name_is_rejected_with_the_nearest(name: str, message: str) -
     for use in (
         lambda: catalogue.expand([name]),
         lambda: catalogue.load(name, "mirror"),
-        lambda: catalogue.files(name),
     ):
         with pytest.raises(InputError, match=f"tasks={name}: .*{message}"):
             use()
 
 
 def test_a_task_whose_data_are_missing_says_which_command_fetches_them(tmp_path: Path) -> None:
-    revision = catalogue.TASKS["bright/pony"].sources[0].revision
+    revision = catalogue.TASKS["bright/pony"].revision
     command = f"hf download mteb/BRIGHT --repo-type dataset --revision {revision} --include README.md --include '*pony*' --local-dir "
     with pytest.raises(InputError, match=re.escape(f"{command}DIR/mteb/BRIGHT`, copy DIR, and set data=DIR")):
         catalogue.load("bright/pony")
     with pytest.raises(InputError, match=re.escape(f"{command}{tmp_path}/mteb/BRIGHT`")):
         catalogue.load("bright/pony", str(tmp_path))
-
-
-def test_the_files_of_a_task_are_all_that_it_reads(mirror: str, tmp_path: Path) -> None:
-    biology = {file.relative_to(mirror).as_posix() for file in catalogue.files("bright/biology", mirror)}
-    own = published.beir_like(tmp_path / "own")
-
-    assert biology == {
-        "mteb/BRIGHT/README.md",
-        "mteb/BRIGHT/documents/biology-00000-of-00001.parquet",
-        "mteb/BRIGHT/examples/biology-00000-of-00001.parquet",
-    }
-    assert len(catalogue.files("followir/core17", mirror)) == 7
-    assert catalogue.files(str(own)) == [own / "corpus.jsonl", own / "queries.jsonl", own / "qrels" / "test.tsv"]
-
-
-def test_a_task_names_its_repositories(mirror: str) -> None:
-    assert catalogue.load("mair/dd-15", mirror).about == {
-        "repositories": {published.MAIR_QUERIES: None, published.MAIR_DOCS: None}
-    }
 
 
 # ---------- Published tasks by name.
@@ -119,7 +97,6 @@ def test_mair_has_an_average_of_each_of_its_six_domains() -> None:
         (["mair"], [f"mair/{task}" for task in published.MAIR]),
         (["mair/CAsT_*"], [f"mair/CAsT_{year}" for year in (2019, 2020, 2021, 2022)]),
         (["mair/CAsT_202*@paper"], [f"mair/CAsT_{year}@paper" for year in (2020, 2021, 2022)]),
-        (["followir@mteb1"], [f"followir/{task}@mteb1" for task in ("robust04", "news21", "core17")]),
         (
             ["instructir", "followir/core17", "followir"],
             ["instructir", "followir/core17", "followir/robust04", "followir/news21"],
@@ -152,9 +129,8 @@ def trec(qrels: dict[str, dict[str, int]], run: Run, measure: str) -> float:
     return fmean(values[measure.replace(".", "_")] for values in found.values())
 
 
-@pytest.mark.parametrize("mode", ["mteb1", "paper"])
-def test_followir_in_mteb_1_judges_the_original_queries_by_the_changed_judgements(mirror: str, mode: str) -> None:
-    ours, other = catalogue.load("followir/core17", mirror), catalogue.load(f"followir/core17@{mode}", mirror)
+def test_followir_as_the_paper_judges_the_original_queries_by_the_changed_judgements(mirror: str) -> None:
+    ours, other = catalogue.load("followir/core17", mirror), catalogue.load("followir/core17@paper", mirror)
     run = ranked(ours)
     # mteb 1 fills og_qrels from the changed judgements, then judges the original rankings by og_qrels.
     of_changed = {q.replace("-changed", "-og"): dict(j) for q, j in ours.qrels.items() if q.endswith("-changed")}
@@ -165,35 +141,7 @@ def test_followir_in_mteb_1_judges_the_original_queries_by_the_changed_judgement
     assert abs((found["MAP@1000"] or 0) - (known["MAP@1000"] or 0)) > 1e-3
     assert found["p-MRR"] == known["p-MRR"]
     assert replace(other, name=ours.name, qrels=ours.qrels, about={}) == replace(ours, about={})
-    assert other.about["protocol"] == catalogue.DIFFERENCES["swapped_judgements"][0]
-
-
-def test_followir_in_mteb_2_counts_both_versions_of_a_query(mirror: str) -> None:
-    ours, other = catalogue.load("followir/news21", mirror), catalogue.load("followir/news21@mteb2", mirror)
-    run = ranked(ours)
-
-    found = means(score(other, run))
-
-    assert found["nDCG@5"] == pytest.approx(
-        trec({q: dict(j) for q, j in ours.qrels.items()}, run, "ndcg_cut.5"), abs=1e-9
-    )
-    assert found["p-MRR"] == means(score(ours, run))["p-MRR"]
-
-
-def test_followir_over_the_whole_corpus_ranks_documents_beyond_the_candidates(mirror: str) -> None:
-    ours, other = catalogue.load("followir/core17", mirror), catalogue.load("followir/core17@corpus", mirror)
-
-    assert {len(ranking) for ranking in constant(ours, 1000).values()} == {48}
-    assert {len(ranking) for ranking in constant(other, 1000).values()} == {len(DOCUMENTS)}
-    assert (other.figures, other.changes, other.qrels) == (ours.figures, ours.changes, ours.qrels)
-
-
-def test_bright_in_mteb_1_ranks_excluded_documents(mirror: str) -> None:
-    ours, other = catalogue.load("bright/leetcode", mirror), catalogue.load("bright/leetcode@mteb1", mirror)
-
-    assert all(ours.excluded[query.id] for query in ours.queries)
-    assert other.excluded == {}
-    assert other.queries == ours.queries
+    assert other.about["protocol"] == catalogue.DIFFERENCES["followir"][0]
 
 
 PAPER = {
@@ -217,16 +165,6 @@ def test_bright_as_the_paper_has_an_instruction_per_subset_and_records_it(mirror
     assert other.about["instruction"] == PAPER[subset]
 
 
-@pytest.mark.integration
-def test_bright_as_mteb_2_has_the_prompts_of_its_tasks(mirror: str) -> None:
-    mteb = pytest.importorskip("mteb")
-    for entry in catalogue.BENCHMARKS["bright@mteb2"].tasks:
-        task = catalogue.load(entry.name, mirror)
-        subset = entry.name.removesuffix("@mteb2").partition("/")[2]
-        there = mteb.get_task(f"Bright{subset.title().replace('_', '').replace('Theoremqa', 'TheoremQA')}Retrieval")
-        assert {query.instruction for query in task.queries} == {there.metadata.prompt["query"]}
-
-
 def test_instructir_as_its_authors_groups_queries_of_equal_text(mirror: str) -> None:
     ours, other = catalogue.load("instructir", mirror), catalogue.load("instructir@paper", mirror)
     of_text: dict[str, list[Query]] = {}
@@ -238,11 +176,10 @@ def test_instructir_as_its_authors_groups_queries_of_equal_text(mirror: str) -> 
         assert len({query.group for query in other.queries if query.id in {q.id for q in queries}}) == 1
 
 
-@pytest.mark.parametrize("name", ["mair/dd-15@paper", "instructir@mteb2"])
-def test_a_mode_without_differences_changes_only_the_name(mirror: str, name: str) -> None:
-    ours, other = catalogue.load(name.partition("@")[0], mirror), catalogue.load(name, mirror)
+def test_a_protocol_without_differences_changes_only_the_name(mirror: str) -> None:
+    ours, other = catalogue.load("mair/dd-15", mirror), catalogue.load("mair/dd-15@paper", mirror)
 
-    assert other.name == name
+    assert other.name == "mair/dd-15@paper"
     assert replace(other, name=ours.name) == ours
 
 

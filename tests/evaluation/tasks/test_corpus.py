@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 from weakref import WeakSet
 
 import pyarrow as pa
@@ -53,22 +51,6 @@ def test_a_failed_conversion_leaves_no_file(source: Path, scratch: Path) -> None
         mapped("task", [source], documents)
 
     assert not list((scratch / "corpora").iterdir())
-
-
-def test_concurrent_conversions_both_succeed(source: Path, scratch: Path) -> None:
-    both_are_at_it = Barrier(2, timeout=10)
-
-    def documents() -> Iterator[tuple[str, str]]:
-        yield "a", "one"
-        both_are_at_it.wait()
-        yield "b", "two"
-
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: mapped("task", [source], documents), range(2))
-
-    assert first.equals(second)
-    assert first["id"].to_pylist() == ["a", "b"]
-    assert len(list((scratch / "corpora").glob("*.arrow"))) == 1
 
 
 class Text(str):

@@ -9,7 +9,7 @@ import pytest
 
 from infembed_ray.retrieval.answers import ShardQuery, ShardRanking
 from infembed_ray.retrieval.lexical import DeltaTerms, terms_of
-from infembed_ray.retrieval.updates import snapshot
+from infembed_ray.retrieval.updates import live_shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, Put
 from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, open_live, write_shards
@@ -53,7 +53,7 @@ def best(scores: dict[str, float]) -> tuple[set[str], set[str]]:
 def test_candidates_are_the_best_of_each_channel_with_exact_scores(
     tmp_path: Path, since: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "_DEAD_ROWS", 6)
+    monkeypatch.setattr(live_shard, "_DEAD_ROWS", 6)
     rng = np.random.default_rng(5)
     base = [document(f"d{n}", n, 2018 + n % 4, text_of(n)) for n in range(40)]
     facts = write_shards(tmp_path / "v1", base, 2, lexical=True)

@@ -25,7 +25,7 @@ from infembed_ray.retrieval.answers import (
 )
 from infembed_ray.retrieval.filters import FilterError
 from infembed_ray.retrieval.shards import Hit, shard_of
-from infembed_ray.retrieval.updates import live_shard, snapshot
+from infembed_ray.retrieval.updates import live_shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
 from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, open_live, write_shards
@@ -126,7 +126,7 @@ class LiveIndex(RuleBasedStateMachine):
 
 @pytest.mark.integration
 def test_searches_under_puts_and_deletes_agree_with_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_DEAD_ROWS", 6)
+    monkeypatch.setattr(live_shard, "_DEAD_ROWS", 6)
     monkeypatch.setattr(live_shard, "_MAX_CHUNKS", 3)
     run_state_machine_as_test(LiveIndex, settings=settings(max_examples=15, stateful_step_count=15, deadline=None))
 
@@ -312,7 +312,7 @@ def test_a_request_waits_for_its_sequence_alone(tmp_path: Path, monkeypatch: pyt
 def test_texts_of_replaced_deleted_and_dropped_documents_come_from_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "_DEAD_ROWS", 4)
+    monkeypatch.setattr(live_shard, "_DEAD_ROWS", 4)
     shard = one_shard(tmp_path, [document("a", 1)])
     log_of(tmp_path).append([document("b", 2), document("c", 3), document("d", 4)])
     behind = LiveShard(shard.base, log_of(tmp_path), 0, 0, until=0)  # another replica

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +9,15 @@ import pyarrow as pa
 import pytest
 
 from infembed_ray.retrieval.shards import Hit
-from infembed_ray.retrieval.updates import live_shard, snapshot
+from infembed_ray.retrieval.updates import live_shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
-from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, LogFault
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
 from tests.retrieval.oracle import document
 from tests.retrieval.updates.test_live_shard import found, log_of, one_shard
 
 
-@pytest.mark.integration
-def test_a_polling_replica_finds_a_change_soon(tmp_path: Path) -> None:
-    shard = one_shard(tmp_path, [document("a", 1)])
-    done = threading.Event()
-
-    def poll() -> None:
-        while not done.wait(0.1):
-            shard.refresh()
-
-    poller = threading.Thread(target=poll)
-    poller.start()
-    try:
-        for sequence, (change, expected) in enumerate([(document("b", 2), {"a", "b"}), (Delete("a"), {"b"})], start=1):
-            assert log_of(tmp_path).append([change]) == sequence
-            deadline = time.monotonic() + 10
-            while shard.sequence < sequence:
-                assert time.monotonic() < deadline, "not there after 10 s"
-                time.sleep(0.01)
-            assert set(found(shard)) == expected
-    finally:
-        done.set()
-        poller.join()
-
-
 def test_repeated_puts_of_a_passage_do_not_accumulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_DEAD_ROWS", 8)
+    monkeypatch.setattr(live_shard, "_DEAD_ROWS", 8)
     shard = one_shard(tmp_path, [document(id, n) for n, id in enumerate("abc")])
     for n in range(40):
         log_of(tmp_path).append([document("a", n), document("z", n)])
@@ -96,13 +70,13 @@ def test_a_log_of_any_size_is_applied_in_pieces(tmp_path: Path, monkeypatch: pyt
     most = 4 * max(table.nbytes for _, table in log_of(tmp_path).read(0))
     monkeypatch.setattr(live_shard, "_PIECE_BYTES", most)
     pieces: list[int] = []
-    changed = LiveShard._changed
+    apply = LiveShard._apply
 
-    def measured(self: LiveShard, before: Any, sequence: int, table: pa.Table) -> Any:
-        pieces.append(table.nbytes)
-        return changed(self, before, sequence, table)
+    def measured(self: LiveShard, sequence: int, tables: list[pa.Table]) -> None:
+        pieces.append(sum(table.nbytes for table in tables))
+        apply(self, sequence, tables)
 
-    monkeypatch.setattr(LiveShard, "_changed", measured)
+    monkeypatch.setattr(LiveShard, "_apply", measured)
     assert shard.refresh()
     assert len(pieces) > 5
     assert max(pieces) <= 2 * most

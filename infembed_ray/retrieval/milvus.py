@@ -1,7 +1,8 @@
 """Milvus as the store of an index, through pymilvus: a Milvus server, Zilliz Cloud or `milvus-lite server`.
 
 A version is the collection ALIAS_IDENTITY: fields id, text, vector, and `m_NAME` for each metadata column. Its manifest is the
-collection's property `infembed.manifest`, written last. Metadata filters become Milvus expressions; a date is its ordinal.
+collection's property `infembed.manifest`, written last: a collection without one is unfinished, and the next build starts it
+over. An alias names the current version. Metadata filters become Milvus expressions; a date is its ordinal.
 """
 
 from __future__ import annotations
@@ -11,25 +12,29 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import date
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow as pa
 
-from infembed_ray.config.base import nearest
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
+from infembed_ray.redaction import holds_credentials, where_they_belong
 from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import ScoreQuery
 from infembed_ray.retrieval.filters import Condition, Filter, Value
-from infembed_ray.retrieval.index import IndexFacts
 from infembed_ray.retrieval.shards import Hit
-from infembed_ray.retrieval.stores.store import TOKEN_ENV, Address, StoredVersion, StoreFault
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeError, Put, require_fitting, typed_metadata
+from infembed_ray.retrieval.versions import IndexFacts, IndexVersion
 
+SCHEMES = ("milvus+http", "milvus+https")
+TOKEN_ENV = "INFEMBED_STORE_TOKEN"
+"""Environment variable with the token."""
 MANIFEST = "infembed.manifest"
 """Property of a finished collection: its manifest, as JSON."""
 PREFIX = "m_"
@@ -42,16 +47,59 @@ STALE_MS = 5_000
 """Milliseconds by which a search with bounded staleness may lag (Milvus' default); Lite does not lag."""
 PATIENCE_S = 5.0
 """Seconds in which to connect: after a lost connection, gRPC refuses calls for a second or two, and the client gives up at once."""
-LEAST_LITE = (3, 2, 1)
-"""Milvus Lite 3.2.0 repeats and drops rows in iterations."""
-INDEX_TYPES = ["AUTOINDEX", "FLAT", "HNSW", "HNSW_SQ", "HNSW_PQ", "HNSW_PRQ", "IVF_FLAT", "IVF_SQ8", "IVF_PQ"]
-INDEX_TYPES += ["IVF_RABITQ", "SCANN", "DISKANN"]
-"""Index types of dense vectors. Lite accepts any name, and searches without an index if it does not know it."""
 EF, NPROBE = 256, 64
 """Effort of a search: candidates of a graph, at least one a hit, and inverted lists."""
 _OPERATORS = {"gt": ">", "gte": ">=", "lt": "<", "lte": "<="}
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r"})
 _ID, _TEXT, _VECTOR = "id", "text", "vector"
+
+
+class StoreFault(InputError):
+    """The engine cannot be used or does not answer; the message names the setting, the address and the remedy."""
+
+
+def is_address(value: str) -> bool:
+    """Whether the value of a setting is an address of an external engine."""
+    scheme, separator, _ = value.partition("://")
+    return bool(separator) and scheme in SCHEMES
+
+
+@dataclass(frozen=True)
+class MilvusAddress:
+    """Where an engine is: `milvus+http[s]://HOST:PORT/[DATABASE/]ALIAS`.
+
+    Attributes:
+        setting: name of the setting, for error messages.
+        url: of the server.
+        alias: of the current version, and prefix of the names of all versions.
+        token_env: environment variable with the token; None: no token.
+    """
+
+    setting: str
+    url: str
+    database: str
+    alias: str
+    token_env: str | None
+
+    @classmethod
+    def parse(cls, value: str, setting: str, token_env: str | None = TOKEN_ENV) -> MilvusAddress:
+        """Parse the value of a setting; InputError if it is no address, or it holds credentials."""
+        parts = urlsplit(value)
+        if holds_credentials(value):
+            remedy = where_they_belong(value, f"{token_env or TOKEN_ENV} (user:password or an API key)")
+            raise InputError.of(setting, value, remedy)
+        *database, alias = parts.path.strip("/").split("/")
+        if not (is_address(value) and parts.netloc and alias.isidentifier() and alias.isascii()) or len(database) > 1:
+            fault = "must be milvus+http://HOST:PORT/ALIAS, or .../DATABASE/ALIAS"
+            raise InputError.of(setting, value, fault, "an alias has letters, digits and underscores")
+        return cls(setting, f"{parts.scheme.partition('+')[2]}://{parts.netloc}", "".join(database), alias, token_env)
+
+    def __str__(self) -> str:
+        return f"milvus+{self.url}/{f'{self.database}/' if self.database else ''}{self.alias}"
+
+    def fault(self, fault: str, remedy: str) -> StoreFault:
+        """Return the error for a fault of the engine at this address."""
+        return StoreFault(*StoreFault.of(self.setting, self, fault, remedy).args)
 
 
 class Milvus:
@@ -64,7 +112,7 @@ class Milvus:
         StoreFault: the client is not installed, or the server does not answer, has another version, or refuses the token.
     """
 
-    def __init__(self, address: Address, timeout_s: float = 60.0) -> None:
+    def __init__(self, address: MilvusAddress, timeout_s: float = 60.0) -> None:
         self.address = address
         self.timeout_s = timeout_s
         self._client, self.one_writer = _connect(address, timeout_s)
@@ -72,19 +120,19 @@ class Milvus:
     def _name(self, identity: str) -> str:
         return f"{self.address.alias}_{identity}"
 
-    def versions(self) -> list[StoredVersion]:
+    def versions(self) -> list[IndexVersion]:
         """List the finished versions, the oldest first."""
+        finished = []
         with _errors(self.address):
-            named = re.compile(re.escape(self._name("")) + "([0-9a-f]{12})")
-            found = [match[1] for name in self._client.list_collections() if (match := named.fullmatch(name))]
-            versions = [
-                StoredVersion(
-                    id, json.loads(manifest), self.address.alias in self._client.list_aliases(self._name(id))["aliases"]
-                )
-                for id in found
-                if (manifest := self._client.describe_collection(self._name(id))["properties"].get(MANIFEST))
-            ]
-        return sorted(versions, key=lambda version: (str(version.manifest.get("created")), version.id))
+            for name in self._client.list_collections():
+                if not re.fullmatch(re.escape(self._name("")) + "[0-9a-f]{12}", name):
+                    continue
+                if text := self._client.describe_collection(name)["properties"].get(MANIFEST):
+                    manifest = json.loads(text)
+                    facts = IndexFacts.of_manifest(manifest, self.address, self.address.setting)
+                    current = self.address.alias in self._client.list_aliases(name)["aliases"]
+                    finished.append(IndexVersion(name[-12:], manifest, facts, current))
+        return sorted(finished, key=lambda version: (version.created, version.id))
 
     def begin(self, identity: str, metadata: Mapping[str, FieldType], dimension: int, index_type: str | None) -> None:
         """Create the collection of a version; drop what an interrupted build left of it.
@@ -93,20 +141,16 @@ class Milvus:
             InputError: the alias is taken, or Milvus refuses the columns, the dimension or the index type.
         """
         alias, name = self.address.alias, self._name(identity)
-        if index_type not in (None, *INDEX_TYPES):
-            raise InputError(f"factory={index_type}: no index type of Milvus; {nearest(str(index_type), INDEX_TYPES)}")
         for column in metadata:
             if not (column.isidentifier() and column.isascii()):
-                raise InputError(
-                    f"metadata.{column}: Milvus takes names of letters, digits and underscores; choose such a name and set "
-                    f"columns.<that name>={column}"
+                fault = "Milvus takes names of letters, digits and underscores"
+                raise InputError.of(
+                    f"metadata.{column}", None, fault, f"choose such a name and set columns.<that name>={column}"
                 )
         with _errors(self.address):
             if self._client.has_collection(alias) and not any(version.current for version in self.versions()):
-                raise StoreFault(
-                    f"{self.address.setting}={self.address}: {alias} names a collection there that `infembed index` did not "
-                    "build; choose another alias"
-                )
+                fault = f"{alias} names a collection there that `infembed index` did not build"
+                raise self.address.fault(fault, "choose another alias")
             if self._client.has_collection(name):
                 self._client.drop_collection(name)
             schema = _schema(self._client, metadata, dimension)
@@ -138,9 +182,9 @@ class Milvus:
             self._client.load_collection(name, timeout=None)  # waits for the index
             (counted,) = self._client.query(name, output_fields=["count(*)"], consistency_level="Strong")
             if counted["count(*)"] != wanted:
-                raise StoreFault(
-                    f"{self.address.setting}={self.address}: {name} holds {counted['count(*)']} of {wanted} passages, because "
-                    "a write was lost or repeated; run the same command again: it starts the collection over"
+                raise self.address.fault(
+                    f"{name} holds {counted['count(*)']} of {wanted} passages, because a write was lost or repeated",
+                    "run the same command again: it starts the collection over",
                 )
             self._client.alter_collection_properties(name, {MANIFEST: json.dumps(manifest)})
         self.use(identity)
@@ -155,23 +199,17 @@ class Milvus:
             )
             set_alias(self._name(identity), self.address.alias)
 
-    def current(self) -> StoredVersion:
+    def current(self) -> IndexVersion:
         """Return the version that the alias names; StoreFault if there is none."""
-        return self._found("no index", (version for version in self.versions() if version.current))
+        if version := next((version for version in self.versions() if version.current), None):
+            return version
+        raise self.address.fault("no index there", f"build one with `infembed index output={self.address}`")
 
     def open(self, identity: str) -> MilvusStore:
         """Open a finished version; StoreFault if there is none."""
-        version = self._found(f"no version {identity}", (v for v in self.versions() if v.id == identity))
-        facts = IndexFacts.of_manifest(version.manifest, self.address, self.address.setting)
-        return MilvusStore(self, self._client, self._name(identity), facts)
-
-    def _found(self, fault: str, versions: Iterable[StoredVersion]) -> StoredVersion:
-        for version in versions:
-            return version
-        raise StoreFault(
-            f"{self.address.setting}={self.address}: {fault} there; build one with `infembed index output={self.address}`, or "
-            f"list them with `infembed index versions {self.address}`"
-        )
+        if version := next((version for version in self.versions() if version.id == identity), None):
+            return MilvusStore(self, self._client, self._name(identity), version.facts)
+        raise self.address.fault(f"no version {identity} there", f"`infembed index versions {self.address}` lists them")
 
 
 class MilvusStore:
@@ -212,7 +250,7 @@ class MilvusStore:
         effort = {"HNSW": {"ef": max(EF, k)}, "IVF": {"nprobe": NPROBE}}.get(self._type.split("_")[0], {})
         sequence = _now_ms() - (0 if fresh else self._stale_ms)
         with _errors(self._address):
-            found = self._client.search(
+            answers = self._client.search(
                 self._name,
                 data=np.ascontiguousarray(vectors, np.float32),
                 limit=k,
@@ -222,21 +260,20 @@ class MilvusStore:
                 consistency_level="Strong" if fresh else "Bounded",
                 timeout=self._timeout_s,
             )
-        hits = [[self._hit(hit["id"], hit["distance"], hit["entity"]) for hit in of_query] for of_query in found]
+        hits = [[self._hit(hit["id"], hit["distance"], hit["entity"]) for hit in of_query] for of_query in answers]
         return [sorted(some, key=lambda hit: (hit.score, hit.id), reverse=True) for some in hits], sequence
 
     def get(self, id: str) -> Hit | None:
         """Return the passage of an id, with score 0; None if there is none."""
         with _errors(self._address):
-            wanted = f"{_ID} in [{_literal(id)}]"
-            found = self._client.query(
+            rows = self._client.query(
                 self._name,
-                filter=wanted,
+                filter=f"{_ID} in [{_literal(id)}]",
                 output_fields=self._fields,
                 consistency_level="Strong",
                 timeout=self._timeout_s,
             )
-        return self._hit(id, 0.0, found[0]) if found else None
+        return self._hit(id, 0.0, rows[0]) if rows else None
 
     def scores(self, query: ScoreQuery) -> np.ndarray:
         """Score passages: (n, m) float32 inner products with the stored vectors; NaN for ids without a passage.
@@ -245,14 +282,14 @@ class MilvusStore:
             StoreFault: the server does not answer.
         """
         with _errors(self._address):
-            found = self._client.query(
+            rows = self._client.query(
                 self._name,
                 filter=f"{_ID} in [{', '.join(map(_literal, query.ids))}]",
                 output_fields=[_ID, _VECTOR],
                 consistency_level="Bounded",
                 timeout=self._timeout_s,
             )
-        by_id = {row[_ID]: row[_VECTOR] for row in found}
+        by_id = {row[_ID]: row[_VECTOR] for row in rows}
         stored = np.full((len(query.ids), self.facts.dimension), np.nan, np.float32)
         for number, id in enumerate(query.ids):
             if id in by_id:
@@ -369,7 +406,7 @@ def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def _connect(address: Address, timeout_s: float) -> tuple[Any, bool]:
+def _connect(address: MilvusAddress, timeout_s: float) -> tuple[Any, bool]:
     """Connect; returns the client, and whether the server is Milvus Lite.
 
     Raises:
@@ -378,9 +415,7 @@ def _connect(address: Address, timeout_s: float) -> tuple[Any, bool]:
     try:
         import pymilvus
     except ImportError as error:
-        raise StoreFault(
-            f"{address.setting}={address}: needs the client of Milvus; pip install 'infembed-ray[milvus]'"
-        ) from error
+        raise address.fault("needs the client of Milvus", "pip install 'infembed-ray[milvus]'") from error
     logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # it logs a traceback for each error that it raises
     token = os.environ.get(address.token_env or "", "")
     deadline = time.monotonic() + min(PATIENCE_S, timeout_s)
@@ -395,21 +430,17 @@ def _connect(address: Address, timeout_s: float) -> tuple[Any, bool]:
                 raise
             time.sleep(0.5)
     lite = "lite" in server
-    found, ours = (tuple(map(int, re.findall(r"\d+", text)[:3])) for text in (server, pymilvus.__version__))
-    if lite and found < LEAST_LITE:
-        raise StoreFault(
-            f"{address.setting}={address}: {server} loses rows; pip install 'milvus-lite>={'.'.join(map(str, LEAST_LITE))}'"
-        )
-    if not lite and found[:2] != ours[:2]:
-        raise StoreFault(
-            f"{address.setting}={address}: the server is Milvus {server}, the client pymilvus {pymilvus.__version__}; "
-            f"pip install 'pymilvus=={found[0]}.{found[1]}.*'"
+    theirs, ours = (re.findall(r"\d+", text)[:2] for text in (server, pymilvus.__version__))
+    if not lite and theirs != ours:
+        raise address.fault(
+            f"the server is Milvus {server}, the client pymilvus {pymilvus.__version__}",
+            f"pip install 'pymilvus=={'.'.join(theirs)}.*'",
         )
     return client, lite
 
 
 @contextmanager
-def _errors(address: Address) -> Iterator[None]:
+def _errors(address: MilvusAddress) -> Iterator[None]:
     """Turn an error of the client in the block into a StoreFault."""
     from grpc import RpcError
     from pymilvus.exceptions import MilvusException
@@ -423,4 +454,4 @@ def _errors(address: Address) -> Iterator[None]:
             reason, remedy = f"no Milvus server answers there ({reason})", "start it, or correct host and port"
         elif re.search(r"\bauth|unauthenticated|password", reason, re.IGNORECASE):
             remedy = f"set {address.token_env or TOKEN_ENV} to user:password or an API key"
-        raise StoreFault(f"{address.setting}={address}: {reason}; {remedy}") from error
+        raise address.fault(reason, remedy) from error

@@ -19,13 +19,11 @@ from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval.answers import ScoreQuery
 from infembed_ray.retrieval.filters import FilterError, parse
-from infembed_ray.retrieval.index import IndexFacts
+from infembed_ray.retrieval.milvus import Milvus, MilvusAddress, MilvusStore, StoreFault, is_address
 from infembed_ray.retrieval.passages import schema
 from infembed_ray.retrieval.shards import Hit
-from infembed_ray.retrieval.stores import milvus as module
-from infembed_ray.retrieval.stores.milvus import Milvus, MilvusStore
-from infembed_ray.retrieval.stores.store import Address, StoreFault
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeError, Delete, Put
+from infembed_ray.retrieval.versions import IndexFacts
 from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document
 from tests.retrieval.test_filters import SCHEMA, conditions, nothing_is_between
 from tests.retrieval.vectors import unit_vectors
@@ -151,7 +149,7 @@ def all_types(milvus: str) -> tuple[MilvusStore, pa.Table]:
         for n in range(90)
     ]
     table = pa.Table.from_pylist(rows, schema(SCHEMA))
-    engine = Milvus(Address.parse(f"{milvus}/all_types", "output"))
+    engine = Milvus(MilvusAddress.parse(f"{milvus}/all_types", "output"))
     engine.begin(IDENTITY, SCHEMA, 2, "FLAT")
     vectors = unit_vectors(90, 2)
     engine.insert(IDENTITY, table, vectors)
@@ -221,9 +219,9 @@ def test_the_alias_rolls_back_to_a_version_that_stays(engine: Milvus) -> None:
 def test_a_restarted_server_is_ready_again(tmp_path: Path) -> None:
     port = free_port()
     with milvus_lite(tmp_path, port) as address:
-        store = publish(Milvus(Address.parse(f"{address}/a", "index"), 5), [document("a", 1)])
+        store = publish(Milvus(MilvusAddress.parse(f"{address}/a", "index"), 5), [document("a", 1)])
     with pytest.raises(StoreFault, match=r"no Milvus server answers there \(.*\); start it"):
-        Milvus(Address.parse(f"{address}/a", "index"), 1)
+        Milvus(MilvusAddress.parse(f"{address}/a", "index"), 1)
     with milvus_lite(tmp_path, port):
         wait_until(lambda: ready(store), 30)
         ((hits,), _) = store.search(unit_vectors(1, DIMENSION), 1)
@@ -240,8 +238,6 @@ def ready(store: MilvusStore) -> bool:
 def test_what_milvus_cannot_hold_is_refused_by_name(engine: Milvus) -> None:
     with pytest.raises(InputError, match=r"metadata\.pub date: .* columns\.<that name>=pub date"):
         engine.begin(IDENTITY, {"pub date": "string"}, DIMENSION, None)
-    with pytest.raises(InputError, match=r"factory=HNSW32: no index type of Milvus; .*HNSW"):
-        engine.begin(IDENTITY, METADATA, DIMENSION, "HNSW32")
     long = document("long", 1, text="é" * 40_000)
     store = publish(engine, [])
     with pytest.raises(InputError, match="'long': its text has 80000 bytes, Milvus stores 65535; split"):
@@ -258,14 +254,38 @@ def test_what_milvus_cannot_hold_is_refused_by_name(engine: Milvus) -> None:
 
 def test_an_alias_of_another_application_is_kept(engine: Milvus, milvus: str) -> None:
     publish(engine, [document("a", 1)])
-    taken = Milvus(Address.parse(f"{milvus}/{engine.address.alias}_{IDENTITY}", "output"))
+    taken = Milvus(MilvusAddress.parse(f"{milvus}/{engine.address.alias}_{IDENTITY}", "output"))
     with pytest.raises(
         StoreFault, match="names a collection there that `infembed index` did not build; choose another"
     ):
         taken.begin(IDENTITY, METADATA, DIMENSION, None)
 
 
-def test_a_lite_that_loses_rows_is_refused(milvus: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LEAST_LITE", (99, 0, 0))
-    with pytest.raises(StoreFault, match=r"milvus_lite-.* loses rows; pip install 'milvus-lite>=99\.0\.0'"):
-        Milvus(Address.parse(f"{milvus}/a", "output"))
+@pytest.mark.parametrize(
+    ("value", "url", "database", "alias"),
+    [
+        ("milvus+http://localhost:19530/passages", "http://localhost:19530", "", "passages"),
+        ("milvus+https://in01.example.com/team/docs_2", "https://in01.example.com", "team", "docs_2"),
+    ],
+)
+def test_an_address_names_server_database_and_alias(value: str, url: str, database: str, alias: str) -> None:
+    address = MilvusAddress.parse(value, "output")
+    assert (address.url, address.database, address.alias) == (url, database, alias)
+    assert str(address) == value
+    assert is_address(value)
+    assert not any(map(is_address, ("/data/index", "s3://bucket/index", "milvus://host/a", "milvus+http")))
+
+
+@pytest.mark.parametrize(
+    "value", ["milvus+http://host:1", "milvus+http:///passages", "milvus+http://host/a-b", "milvus+http://host/a/b/c"]
+)
+def test_an_incomplete_address_is_refused(value: str) -> None:
+    with pytest.raises(InputError) as refused:
+        MilvusAddress.parse(value, "index")
+    assert [(fault.setting, fault.value) for fault in refused.value.faults] == [("index", value)]
+
+
+def test_an_address_with_credentials_is_refused_without_showing_them() -> None:
+    with pytest.raises(InputError, match="INFEMBED_STORE_TOKEN") as refused:
+        MilvusAddress.parse("milvus+http://root:secret@host:19530/passages", "index")
+    assert "secret" not in str(refused.value)
