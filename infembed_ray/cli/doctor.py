@@ -241,7 +241,7 @@ def _endpoint(url: str, key_env: str | None) -> Finding:
     if key_env and not os.environ.get(key_env):
         raise InputError(f"{key_env} is not set: export {key_env}=..., or --key-env '' for an endpoint without keys")
     try:
-        models = list_models(Endpoint(base_url=url, api_key_env=key_env or None), "endpoint")
+        models = list_models(Endpoint(base_url=url, api_key_env=key_env or None))
     except RunFailure as failure:
         raise InputError(str(failure)) from failure
     yield f"{url} answers" + (f", with {len(models)} models" if models is not None else "; it does not list its models")
