@@ -26,6 +26,7 @@ LEAST_DISK_GIB = 1
 LEAST_SHARED_MEMORY = 0.5 * GIB
 STALE_S = 600.0
 """Age from which the lock of a build counts as left over."""
+KEY = "OPENAI_API_KEY"
 TOKEN_FILE = "~/.ray/auth_token"
 
 
@@ -33,7 +34,7 @@ def run(places: list[str]) -> int:
     """Check the environment and print a line for each finding.
 
     Args:
-        places: directories and URIs that outputs go to.
+        places: directories and URIs that outputs go to, and URLs of LLM endpoints.
 
     Returns:
         1 if something does not work, else 0.
@@ -45,7 +46,7 @@ def run(places: list[str]) -> int:
         "deepspeed": _deepspeed,
         "ray": _ray,
         "space": _space,
-        **{f"output {place}": partial(_place, place) for place in places},
+        **{place: partial(_endpoint if place.startswith("http") else _place, place) for place in places},
     }
     failed = [name for name, check in checks.items() if not _holds(name, check)]
     say(f"\nto mend: {', '.join(failed)}" if failed else "\neverything works")
@@ -179,3 +180,18 @@ def _place(value: str) -> Iterator[str]:
 
     require_writable(open_place(value, "output"), "output")
     yield "can be written"
+
+
+def _endpoint(url: str) -> Iterator[str]:
+    """Ask an endpoint for its models, which is free."""
+    from infembed_ray.config.llm import Endpoint
+    from infembed_ray.llm.chat import RunFailure
+    from infembed_ray.llm.endpoint import list_models
+
+    try:
+        models = list_models(Endpoint(base_url=url, api_key_env=KEY if os.environ.get(KEY) else None))
+    except RunFailure as failure:
+        raise InputError(str(failure)) from failure
+    yield "answers" + (
+        "; it does not list its models" if models is None else f" and has {', '.join(sorted(models)[:5])}"
+    )

@@ -80,7 +80,11 @@ TOOLS = {
     "doctor": Tool(
         "check this machine's environment and show how to mend it",
         "cli.doctor:run",
-        (_argument("places", metavar="OUTPUT", nargs="*", help="directories and URIs that outputs go to"),),
+        (
+            _argument(
+                "places", metavar="PLACE", nargs="*", help="directories and URIs of outputs, URLs of LLM endpoints"
+            ),
+        ),
         "doctor runs",
     ),
     "init": Tool(

@@ -200,41 +200,29 @@ def authorization(endpoint: Endpoint) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if endpoint.api_version is None else {"api-key": key}
 
 
-def list_models(endpoint: Endpoint, name: str = "endpoint") -> set[str] | None:
-    """Ask an endpoint for the names of its models: one GET request, which costs nothing.
-
-    Args:
-        name: setting with the endpoint, for error messages.
-
-    Returns:
-        The names; None if it answers without such a list.
+def list_models(endpoint: Endpoint) -> set[str] | None:
+    """Ask an endpoint for the names of its models, by one free GET request; None if it answers without such a list.
 
     Raises:
         RunFailure: its key is not set or is refused, or it cannot be reached.
     """
     base = endpoint.base_url.rstrip("/")
-    url = (
-        f"{base}/models" if endpoint.api_version is None else f"{base}/openai/models?api-version={endpoint.api_version}"
-    )
-    headers = authorization(endpoint)
+    request = urllib.request.Request(f"{base}/models", headers=authorization(endpoint))
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_PROBE_S) as response:
-            body = response.read()
+        with urllib.request.urlopen(request, timeout=_PROBE_S) as response:
+            return {str(model["id"]) for model in json.loads(response.read())["data"]} or None
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
-            setting = f"{name}.api_key_env={endpoint.api_key_env}"
+            setting = f"endpoint.api_key_env={endpoint.api_key_env}"
             raise RunFailure(f"{setting}: {base} refuses its key (HTTP {error.code}); set a valid one") from error
+        return None
+    except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError):
         return None
     except (OSError, HTTPException, ValueError) as error:
         why = one_line(getattr(error, "reason", error))
-        raise RunFailure(f"{name}.base_url={base}: cannot be reached ({why}); start it, or correct the URL") from error
-    try:
-        names = {str(model["id"]) for model in json.loads(body)["data"]}
-    except (ValueError, LookupError, TypeError):
-        return None
-    if endpoint.api_version is not None:
-        return None  # Azure lists models, but requests name deployments
-    return names or None
+        raise RunFailure(
+            f"endpoint.base_url={base}: cannot be reached ({why}); start it, or correct the URL"
+        ) from error
 
 
 def missing_key_hint(endpoint: Endpoint) -> str:

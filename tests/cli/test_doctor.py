@@ -10,6 +10,7 @@ import pytest
 from infembed_ray.cli import doctor
 from infembed_ray.cli.main import main
 from tests.support.ports import free_port
+from tests.support.stand_in_llm import stand_in
 
 
 @pytest.fixture(autouse=True)
@@ -129,4 +130,13 @@ def test_the_command_ends_with_status_1_and_names_the_faults(capsys, tmp_path):
     (tmp_path / "file").touch()
     place = str(tmp_path / "file" / "out")
     assert main(["doctor", place]) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == f"to mend: output {place}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"to mend: {place}"
+
+
+def test_an_endpoint_answers_or_is_a_fault_that_does_not_show_the_key(capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    with stand_in() as server:
+        assert of(lambda: doctor._endpoint(server.url), capsys)[0]
+    said = fault(lambda: doctor._endpoint(f"http://127.0.0.1:{free_port()}/v1"), capsys)
+    assert "cannot be reached" in said
+    assert "sk-secret" not in said

@@ -13,12 +13,12 @@ from aiohttp.test_utils import TestServer
 
 from infembed_ray.config.llm import Endpoint, Limits
 from infembed_ray.llm import client
-from infembed_ray.llm.chat import Completion, Request, RowFailure, RunFailure, Unjournaled, usable_text
+from infembed_ray.llm.chat import Completion, Request, RowFailure, RunFailure, usable_text
 from infembed_ray.llm.client import ChatClient
-from infembed_ray.llm.journal import Journal, replaying
+from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.ledger import Grant, LeaseReport, Ledger, RateLimiter
 from infembed_ray.llm.prices import PriceTable
-from tests.support.chat import passage_request, request, unreadable
+from tests.support.chat import passage_request, unreadable
 from tests.support.stand_in_answers import BREAKS
 from tests.support.stand_in_llm import REQUEST_FAULTS, StandIn, stand_in
 
@@ -452,16 +452,6 @@ def test_no_request_is_sent_twice(tmp_path: Path) -> None:
     assert [each.replayed for each in first] == [False] * 5 + [True] * 5
     assert all(each.replayed for each in again)
     assert [each.text for each in first] == [each.text for each in again]
-
-
-def test_replaying_sends_nothing(tmp_path: Path) -> None:
-    with stand_in() as server:
-        using(endpoint(server), tmp_path, lambda chat: chat.complete(QUERIES[0]))
-        complete = replaying(Journal(tmp_path))
-        assert asyncio.run(complete(QUERIES[0])).replayed  # type: ignore[arg-type]
-        with pytest.raises(Unjournaled, match="small"):
-            asyncio.run(complete(request("new")))  # type: ignore[arg-type]
-        assert len(server.log()) == 1
 
 
 def test_a_journal_that_cannot_be_read_ends_the_run_and_nothing_more_is_sent(tmp_path: Path) -> None:

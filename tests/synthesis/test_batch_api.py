@@ -214,9 +214,3 @@ def test_an_unreachable_endpoint_ends_the_run_which_can_be_resumed(tmp_path: Pat
     assert "the same command resumes" in failure(gone, tmp_path)
     with stand_in() as server:
         assert fill(settings(server), tmp_path).batches == 8
-
-
-def test_a_directory_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
-    (tmp_path / "batches").touch()
-    with stand_in() as server:
-        assert "cannot be written" in failure(settings(server), tmp_path)

@@ -85,14 +85,6 @@ def test_the_poisoning_prompts_contain_the_papers_sentences(name: str) -> None:
         assert sentence in text
 
 
-@given(st.text(), st.text())
-def test_values_are_inserted_unchanged(query: str, document: str) -> None:
-    template = templates.load("instruction_generation")
-    request = template.request(ChatModel(model="m"), "s", "r", {"query": query, "document": document})
-    content = request.messages[0]["content"]
-    assert f"Document: {document}\n\nQuery: {query}\n" in content
-
-
 GREETING = templates.Template("greeting=3", "Say {word} like this: {answer}", AnswerFormat("Greeting", "<it>"))
 
 
@@ -194,10 +186,3 @@ def test_a_faulty_prompt_is_refused_with_its_remedy(tmp_path: Path, name: str, t
     assert f"prompts={tmp_path}: {name}: " in str(error.value)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_prompts_must_be_a_directory(own: Path) -> None:
-    with pytest.raises(InputError, match="not a directory"):
-        templates.check(str(own / "judge.md"))
-    with pytest.raises(InputError, match="no such file or directory"):
-        templates.check(str(own / "nowhere"))
