@@ -212,7 +212,7 @@ class Plan:
             for name, spec in self.release.by_name.items()
         ]
         return (
-            "\n".join(served) + f"\n  playground: {self.url}/\n"
+            "\n".join(served) + f"\n  playground: {self.url}/   reference: {self.url}/docs\n"
             f"  curl -s {self.url}/v1/search -H 'Content-Type: application/json' \\\n"
             """       -d '{"query": "...", "instruction": "...", "top_k": 3}'"""
             f"{key}"

@@ -13,6 +13,7 @@ from typing import Any, cast
 import anyio
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ValidationError
@@ -21,6 +22,7 @@ from infembed_ray import __version__
 from infembed_ray.reporting.page import render
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import DeadlineExceeded
+from infembed_ray.serving.http.api_docs import api_docs_page
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, MAX_BODY_BYTES, STATUSES, HttpError, invalid, too_large
 from infembed_ray.serving.http.middleware import OPEN_PATHS, ApiMiddleware
@@ -28,7 +30,16 @@ from infembed_ray.serving.http.routes import Collections, add_collection_routes,
 from infembed_ray.serving.routing.blue_green import Release
 
 FILES = resources.files("infembed_ray.serving.http") / "playground"
-ASSETS = ("playground.css", "mark.svg", "page.js", "explanation.js", "playground.js", "results.js", "snippets.js")
+ASSETS = (
+    "api_docs.css",
+    "playground.css",
+    "mark.svg",
+    "page.js",
+    "explanation.js",
+    "playground.js",
+    "results.js",
+    "snippets.js",
+)
 """Files below `/playground/`. They hold no data and need no API key; the page's requests to the API do."""
 MEDIA_TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
 
@@ -94,6 +105,8 @@ def create_app(
     add_status_routes(app.router, served, deployment)
     app.include_router(playground())
     app.openapi = functools.cache(functools.partial(openapi_document, app, bool(keys)))  # type: ignore[method-assign]
+    docs = functools.cache(lambda: api_docs_page(app.openapi()))
+    app.add_api_route("/docs", lambda: docs(), response_class=HTMLResponse, include_in_schema=False)
     return app
 
 

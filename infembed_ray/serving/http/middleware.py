@@ -17,7 +17,7 @@ from infembed_ray.serving.http.errors import HttpError, key_rate_limited
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/openapi.json"})
+OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/docs", "/openapi.json"})
 """Paths that need no API key, like the playground's files under `OPEN_PREFIX`."""
 OPEN_PREFIX = "/playground/"
 LATENCY_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)

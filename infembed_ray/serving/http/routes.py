@@ -127,6 +127,11 @@ def add_collection_routes(api: APIRouter, collections: Collections) -> None:
         """Delete documents. Durable when answered, gone from search results within a second."""
         return await _answer_delete(collections.of(request), body.ids)
 
+    @both("DELETE", "/documents/{id:any}", schema.ChangeResponse)
+    async def delete_document(id: str, request: Request) -> Response:
+        """Delete one document; its id may contain slashes."""
+        return await _answer_delete(collections.of(request), [id])
+
     @both("GET", "/documents/{id:any}", schema.DocumentResponse, 404)
     async def document(id: str, request: Request) -> Response:
         """Return the current state of one document; its id may contain slashes."""
@@ -161,6 +166,15 @@ def add_model_routes(api: APIRouter, collections: Collections) -> None:
     async def models() -> Response:
         """Return the served model and index; of several models each, with the first collection that it serves."""
         return json_response(schema.ModelsResponse(data=collections.models()))
+
+    @api.get("/v1/models/{model:any}", response_model=schema.Model, responses=error_responses(404))
+    async def model(model: str) -> Response:
+        """Return the served model and index, by the model's name."""
+        cards = {card.id: card for card in collections.models()}
+        if model not in cards:
+            message = f"the model {model!r} is not served here; there are {', '.join(cards)}"
+            raise HttpError("model_not_found", message, param="model")
+        return json_response(cards[model])
 
 
 def add_status_routes(api: APIRouter, collections: Collections, deployment: Callable[[], str]) -> None:

@@ -170,8 +170,7 @@ def test_a_document_is_put_read_replaced_and_deleted_under_any_id(over_http: htt
     answer = client.post("/v1/search", json={"query": "q"}).json()
     assert answer["sequence"] == sequence + 2
     assert {"id": id, "text": "u", "metadata": {}}.items() <= next(h for h in answer["hits"] if h["id"] == id).items()
-    answer = client.request("DELETE", "/v1/documents", json={"ids": [id]})
-    assert answer.json() == {"object": "documents.deleted", "count": 1, "sequence": sequence + 3}
+    assert client.delete(path).json() == {"object": "documents.deleted", "count": 1, "sequence": sequence + 3}
     assert refused(client.get(path), 404)["code"] == "document_not_found"
 
 
@@ -388,6 +387,8 @@ def test_a_key_of_one_collection_sees_no_other_in_lists_and_errors(
     assert [one["name"] for one in locked.get("/v1/collections", headers=keys["news"]).json()["data"]] == ["news"]
     (card,) = locked.get("/v1/models", headers=keys["news"]).json()["data"]
     assert card["index_version"] == "of-news"
+    assert locked.get("/v1/models/debug", headers=keys["news"]).json() == card
+    assert refused(locked.get("/v1/models/legal", headers=keys["news"]), 404)["code"] == "model_not_found"
     assert refused(locked.get("/metrics", headers=keys["news"]), 403)["code"] == "missing_scope"
     error = refused(locked.post(f"{base('gone')}/search", json={"query": "q"}, headers=keys["gone"]), 404)
     assert error["message"] == "there is no collection 'gone'; there are news"
