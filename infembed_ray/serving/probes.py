@@ -7,9 +7,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from infembed_ray.modeling.formats import Question
 from infembed_ray.serving.release import Probe, ProbeSet
-from infembed_ray.serving.service import Search, SearchOutcome
+from infembed_ray.serving.schema import SearchRequest, SearchResponse
 
 TOP_K = 100
 """Hits per probe; a passage that is not among them has rank TOP_K + 1."""
@@ -44,7 +43,7 @@ def worse_rankings(current: ProbeFigures, new: ProbeFigures, limits: ProbeSet) -
     return None
 
 
-async def probe(search: Callable[[Search], Awaitable[SearchOutcome]], probes: Sequence[Probe]) -> ProbeFigures:
+async def probe(search: Callable[[SearchRequest], Awaitable[SearchResponse]], probes: Sequence[Probe]) -> ProbeFigures:
     """Search all probes and measure the rankings."""
     from infembed_ray.evaluation.metrics import Change, p_mrr, trec_measures  # only the supervisor measures
 
@@ -52,7 +51,7 @@ async def probe(search: Callable[[Search], Awaitable[SearchOutcome]], probes: Se
     run: dict[str, dict[str, float]] = {}
     for start in range(0, len(queries), QUERIES_AT_ONCE):
         some = queries[start : start + QUERIES_AT_ONCE]
-        answers = await asyncio.gather(*(search(Search(query, TOP_K)) for _, query in some))
+        answers = await asyncio.gather(*(search(request) for _, request in some))
         run |= {name: {hit.id: hit.score for hit in a.hits} for (name, _), a in zip(some, answers, strict=True)}
     judged = {f"{n}": p.relevant for n, p in enumerate(probes)}
     judged |= {f"{n} changed": p.changed_relevant for n, p in enumerate(probes) if p.changed_relevant}
@@ -68,9 +67,10 @@ async def probe(search: Callable[[Search], Awaitable[SearchOutcome]], probes: Se
     )
 
 
-def _queries(probes: Sequence[Probe]) -> Iterator[tuple[str, Question]]:
-    """Yield a name and the query, for both instructions of each probe."""
+def _queries(probes: Sequence[Probe]) -> Iterator[tuple[str, SearchRequest]]:
+    """Yield a name and the search, for both instructions of each probe."""
     for number, item in enumerate(probes):
-        yield f"{number}", Question(item.query, item.instruction)
+        yield f"{number}", SearchRequest(query=item.query, instruction=item.instruction, top_k=TOP_K)
         if item.changed_instruction is not None:
-            yield f"{number} changed", Question(item.query, item.changed_instruction)
+            changed = SearchRequest(query=item.query, instruction=item.changed_instruction, top_k=TOP_K)
+            yield f"{number} changed", changed

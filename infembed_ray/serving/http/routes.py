@@ -17,14 +17,13 @@ from pydantic_core import to_json
 from starlette.convertors import PathConvertor, register_url_convertor
 
 from infembed_ray.config.serving import DEFAULT_COLLECTION
-from infembed_ray.modeling.formats import Question
 from infembed_ray.retrieval import filters
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import Embedded
 from infembed_ray.serving.http.auth import ALLOWED
 from infembed_ray.serving.http.errors import RETRIED, STATUSES, HttpError, json_response
 from infembed_ray.serving.routing.blue_green import Release
-from infembed_ray.serving.service import Document, ReadOnly, Search, Stuck
+from infembed_ray.serving.service import Document, ReadOnly, Stuck
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
@@ -227,28 +226,7 @@ async def _answer_search(service: Release, request: schema.SearchRequest) -> Res
     if request.rerank and card.reranker is None:
         message = "rerank=true: this server has no reranker; leave it out, or start `infembed serve` with rerank.kind"
         raise HttpError(400, message, param="rerank")
-    answer = await service.search(
-        Search(
-            Question(request.query, request.instruction or None),
-            request.top_k,
-            request.filter,
-            request.min_sequence,
-            request.exclude,
-            request.hybrid,
-            request.explain,
-            request.rerank,
-        )
-    )
-    response = schema.SearchResponse(
-        index_version=answer.index_version,
-        sequence=answer.sequence,
-        model=answer.model,
-        timings=answer.timings,
-        hits=list(answer.hits),
-        notes=list(answer.notes),
-        explanation=answer.explanation,
-    )
-    return json_response(response)
+    return json_response(await service.search(request))
 
 
 async def _answer_put(service: Release, request: schema.PutRequest) -> Response:

@@ -35,8 +35,6 @@ from infembed_ray.serving.service import (
     Document,
     ReadOnly,
     ReplicaLost,
-    Search,
-    SearchOutcome,
     ShardState,
     Stuck,
     TooManyChanges,
@@ -143,14 +141,17 @@ class Release:
         """Embed texts: queries, each with its instruction or None, or passages, if `instructions` is None."""
         return await self.encoder.embed(EncoderInputs(texts, instructions), self._deadline())
 
-    async def search(self, search: Search) -> SearchOutcome:
-        """Ask all shards at once and merge their hits: up to `top_k` passages that satisfy the filter."""
+    async def search(self, search: schema.SearchRequest) -> schema.SearchResponse:
+        """Ask all shards at once and merge their hits: up to `top_k` passages that satisfy the filter.
+
+        All of the answer comes from this release. Its sequence number is the smallest of all shards.
+        """
         filters.parse(search.filter, self.card.metadata)  # raises before any work is done
         start, deadline = time.perf_counter(), self._deadline()
-        text, instruction = search.query.query, search.query.instruction or ""
+        text, instruction = search.query, search.instruction or ""
         hybrid = self._ranking.hybrid if search.hybrid is None else search.hybrid
         phrases = explaining.phrases_of(instruction) if search.explain else []
-        asked = [search.query]
+        asked = [question := Question(text, search.instruction or None)]
         if search.explain:
             asked = [Question(text, variant) for variant in explaining.variants(instruction, phrases)]
         vectors = await self._encode(asked, search, deadline)
@@ -166,17 +167,18 @@ class Release:
         searched = time.perf_counter()
         reranked = Reranked(ranked.results[0], None, 0.0)
         if reranker:
-            reranked = await reranker(search.query, ranked.results[0], deadline)
+            reranked = await reranker(question, ranked.results[0], deadline)
         hits, notes, explanation = reranked.hits[: search.top_k], [reranked.note] if reranked.note else [], None
         if search.explain:
-            plain = replace(search, query=Question(text), top_k=explaining.EXPLAINED_DEPTH, explain=False)
+            unexplained = {"instruction": None, "top_k": explaining.EXPLAINED_DEPTH, "explain": False}
+            plain = search.model_copy(update=unexplained)
             ids, plain_ids = ([hit.id for hit in each] for each in (hits, (await self.search(plain)).hits))
             wanted = explaining.explained_ids(ids, plain_ids, search.top_k)
             scores = await self._fan_out.scores(wanted, vectors, deadline)
             explanation = explaining.explanation(phrases, ids, plain_ids, search.top_k, scores)
             if changed := len(wanted) - len(scores):
                 notes.append(f"explain: passages that changed meanwhile: {changed}.")
-        return SearchOutcome(
+        return schema.SearchResponse(
             hits=hits,
             model=self.card.id,
             index_version=self.card.index_version,
@@ -190,7 +192,7 @@ class Release:
             explanation=explanation,
         )
 
-    async def _encode(self, questions: Sequence[Question], search: Search, deadline: float) -> np.ndarray:
+    async def _encode(self, questions: Sequence[Question], search: schema.SearchRequest, deadline: float) -> np.ndarray:
         """Return (questions, d) unit vectors, moved away from what the instructions exclude if the search asks for it."""
 
         async def encode(texts: Sequence[Question]) -> np.ndarray:

@@ -12,7 +12,6 @@ from starlette.testclient import TestClient
 
 from infembed_ray.serving import schema
 from infembed_ray.serving.http.auth import ApiKeys, new_key
-from infembed_ray.serving.service import Search, SearchOutcome
 from tests.serving.debug import CARD, PASSAGES, DebugService, listening
 from tests.serving.http.clients import JSON, client_of, make_app, refused, vector
 
@@ -139,9 +138,10 @@ def test_reranking_needs_a_reranker_and_its_notes_are_answered(client: TestClien
     asked = []
 
     class Reranking(DebugService):
-        async def search(self, search: Search) -> SearchOutcome:
+        async def search(self, search: schema.SearchRequest) -> schema.SearchResponse:
             asked.append(search.rerank)
-            return (await super().search(search))._replace(notes=["Not re-ranked: too slow."])
+            answer = await super().search(search)
+            return answer.model_copy(update={"notes": ["Not re-ranked: too slow."]})
 
     reranking = client_of(make_app(Reranking(card=CARD.model_copy(update={"reranker": "r"}))))
     for rerank in (True, False, None):
