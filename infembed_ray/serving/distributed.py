@@ -34,7 +34,7 @@ from infembed_ray.serving.address import (
 from infembed_ray.serving.deployments import require_resources
 from infembed_ray.serving.plan import LOGGING, Plan
 from infembed_ray.serving.release import APPLICATION
-from infembed_ray.serving.supervisor import START_TIMEOUT_S, roll_out, served_release, switch_to
+from infembed_ray.serving.supervisor import roll_out, served_release, switch_to
 
 PORT_TIMEOUT_S = 15.0
 """Time for the proxies of an API that was just shut down to free the port."""
@@ -145,7 +145,7 @@ def _deploy(plan: Plan) -> None:
     try:
         if previous is None:  # the API starts beside its parts, and answers 503 until it has a release
             switch_to(plan.api, None)
-        roll_out(plan.api, plan.release, previous, START_TIMEOUT_S + plan.reading_s)
+        roll_out(plan.api, plan.release, previous)
     except BaseException:
         if previous is None:
             stop()

@@ -19,7 +19,7 @@ from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.config.serving import RerankSettings, ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import checkpoint
-from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded
+from infembed_ray.serving.encoder.batching import BatchingEngine
 from infembed_ray.serving.release import RerankerArguments
 
 if TYPE_CHECKING:
@@ -143,10 +143,7 @@ class RerankEngine:
         ends = loop.time() + timeout_s
         self.batching.require_capacity(len(texts), timeout_s)  # before any work is done
         pairs = await loop.run_in_executor(self._thread, self._scorer.tokenize, query, instruction, texts)
-        try:
-            return (await self.batching.embed(pairs, ends - loop.time()))[:, 0]
-        except DeadlineExceeded:
-            raise DeadlineExceeded(timeout_s) from None
+        return (await self.batching.embed(pairs, ends - loop.time()))[:, 0]
 
     def _relevance(self, pairs: list[Any]) -> np.ndarray:
         """Score pairs as the batching engine wants it: (n, 1)."""

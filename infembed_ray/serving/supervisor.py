@@ -55,8 +55,8 @@ from infembed_ray.serving.routing.remote import RemoteDeployment
 from infembed_ray.storage.places import address, place_of
 from infembed_ray.storage.steps import find_input
 
-START_TIMEOUT_S = 600.0
-"""Time for replicas to start: a large model is read and warmed up, and a node may have to be added first."""
+START_TIMEOUT_S = 3600.0
+"""Time for replicas to start: a node may have to be added, and it may copy a large index and a model first."""
 READY_TIMEOUT_S = 120.0
 """Time for started replicas to answer."""
 LOOK_S = 10.0
@@ -65,9 +65,8 @@ COMPACTION_RETRY_S = 600.0
 """Seconds until the next attempt to compact a collection after one that failed."""
 KEPT_VERSIONS = 2
 """Versions of an index that a compaction leaves: the one that was served until then, and the next."""
-POLL_S = 0.5
-MAX_POLL_S = 5.0
-"""Least and most seconds between two status queries to Serve's controller; each costs it work."""
+POLL_S = 1.0
+"""Seconds between two status queries to Serve's controller; each takes 0.1 s of CPU, which starting replicas need."""
 PROGRESS_S = 10.0
 """Seconds between two lines about a starting application."""
 BUILDERS: dict[type[Arguments], Callable[[Any], serve.Application]] = {
@@ -257,16 +256,13 @@ Deployed = tuple[ApiArguments, ReleaseSpec]
 """The API of a cluster: its arguments and its release."""
 
 
-def roll_out(
-    arguments: ApiArguments, new: ReleaseSpec, current: Deployed | None, timeout_s: float = START_TIMEOUT_S
-) -> None:
+def roll_out(arguments: ApiArguments, new: ReleaseSpec, current: Deployed | None) -> None:
     """Start the parts of a release that do not run, and switch the API to it once it answers; then delete what is unused.
 
     Args:
         arguments: of the API.
         new: the release to serve.
         current: what is served; None: nothing is.
-        timeout_s: for each part to start.
 
     Raises:
         InputError: a replica raised it.
@@ -280,7 +276,7 @@ def roll_out(
             application = BUILDERS[type(part)](part)
             ray_compat.start_application(application, name, None, LoggingConfig(**LOGGING))
         for name in missing:
-            wait_until_running(name, timeout_s)
+            wait_until_running(name)
         if current is not None:
             supervisor = serve.get_deployment_handle(SUPERVISOR, app_name=APPLICATION)
             if fault := supervisor.verdict.remote(current[1], new).result():
@@ -352,15 +348,14 @@ def _delete_after_drain(applications: set[str], drain_s: float) -> None:
 # ----------------------------------------------------------------------------------------------------------- waiting
 
 
-def wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:
+def wait_until_running(name: str) -> None:
     """Wait for an application, with progress lines.
 
     Raises:
         InputError: a replica raised it.
         StartError: the application failed or did not start in time.
     """
-    started = time.monotonic()
-    deadline, progress_at = started + timeout_s, started + PROGRESS_S
+    deadline, progress_at = time.monotonic() + START_TIMEOUT_S, time.monotonic() + PROGRESS_S
     while (application := serve.status().applications[name]).status != ApplicationStatus.RUNNING:
         failed = application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
         if failed or time.monotonic() > deadline:
@@ -369,8 +364,7 @@ def wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:
             states = [f"{part}: {' '.join(state.message.split())}" for part, state in application.deployments.items()]
             say(f"serve: waiting for {name}: {'; '.join(states) or application.message}")
             progress_at = time.monotonic() + PROGRESS_S
-        # A status costs 0.1 s of CPU, which the replicas need on a small machine: poll every 5 % of the time waited so far.
-        time.sleep(min(max(POLL_S, (time.monotonic() - started) / 20), MAX_POLL_S))
+        time.sleep(POLL_S)
 
 
 def _start_failure(name: str, application: ApplicationStatusOverview) -> Exception:

@@ -18,7 +18,7 @@ from infembed_ray.modeling.precision import cpu_has_bf16
 from infembed_ray.modeling.tokenizer import TextTokenizer, Tokens
 from infembed_ray.progress import say
 from infembed_ray.serving import startup
-from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, Embedded
+from infembed_ray.serving.encoder.batching import BatchingEngine, Embedded
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder
@@ -112,11 +112,7 @@ class EncodingEngine:
             of_part = None if instructions is None else instructions[part]
             tokens += await loop.run_in_executor(self._thread, self._tokenize, texts[part], of_part)
         left = None if timeout_s is None else timeout_s - (loop.time() - began)
-        try:
-            vectors = await self.batching.embed(tokens, left)
-        except DeadlineExceeded:
-            raise DeadlineExceeded(timeout_s or 0.0) from None
-        return Embedded(vectors, sum(map(len, tokens)))
+        return Embedded(await self.batching.embed(tokens, left), sum(map(len, tokens)))
 
     def _tokenize(self, texts: Sequence[str], instructions: Sequence[str | None] | None) -> list[Tokens]:
         try:

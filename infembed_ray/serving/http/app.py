@@ -24,7 +24,7 @@ from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import DeadlineExceeded
 from infembed_ray.serving.http.api_docs import api_docs_page
 from infembed_ray.serving.http.auth import ApiKeys
-from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, MAX_BODY_BYTES, STATUSES, HttpError, invalid, too_large
+from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, STATUSES, HttpError, invalid
 from infembed_ray.serving.http.middleware import OPEN_PATHS, ApiMiddleware
 from infembed_ray.serving.http.routes import Collections, add_collection_routes, add_model_routes, add_status_routes
 from infembed_ray.serving.routing.blue_green import Release
@@ -141,21 +141,13 @@ class ApiRoute(APIRoute):
 
 
 async def _read_body(request: Request) -> bytes:
-    """Return the body; HttpError if it is not JSON or larger than the limit."""
+    """Return the body, whose size the proxy has limited; HttpError if it is not JSON."""
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         # A web page may send a body of any other type to any server without asking it first (CORS).
         message = f"Content-Type {content_type!r}: send the body as application/json"
         raise HttpError("unsupported_media_type", message)
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
-        raise too_large()
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise too_large()
-    return bytes(body)
+    return await request.body()
 
 
 def _handler(as_api_error: Callable[[Request, Any], HttpError]) -> Callable[[Request, Exception], Awaitable[Response]]:

@@ -128,8 +128,8 @@ class Release:
         )
         self._max_changed = max_changed_documents * len(shards)
         self._states = [ShardState()] * len(shards)
-        self._state_query: asyncio.Future[None] | None = None
-        self._states_known_at = 0.0
+        self._asking = asyncio.Lock()
+        self._states_known_at = float("-inf")
         self._fan_out = FanOut(dict(zip(spec.shards, shards, strict=True)), replicas=shard_replicas)
 
     @property
@@ -263,13 +263,10 @@ class Release:
 
     async def _know_states(self) -> None:
         """Ask the shards for their states, unless they are known. A shard that does not answer keeps its last state."""
-        if self._state_query is None or (self._state_query.done() and now() >= self._states_known_at + STATE_MAX_AGE_S):
-            self._state_query = asyncio.ensure_future(self._ask_states())
-        await asyncio.shield(self._state_query)  # shared: a cancelled caller must not cancel it for the others
-
-    async def _ask_states(self) -> None:
-        await asyncio.gather(*map(self._ask_state, range(len(self._shards))))
-        self._states_known_at = now()
+        async with self._asking:
+            if now() >= self._states_known_at + STATE_MAX_AGE_S:
+                await asyncio.gather(*map(self._ask_state, range(len(self._shards))))
+                self._states_known_at = now()
 
     async def _ask_state(self, number: int) -> None:
         with contextlib.suppress(Exception):  # lost or full: /readyz still answers

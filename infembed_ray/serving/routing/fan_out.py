@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from infembed_ray.serving.schema import Metadata, SearchHit
 from infembed_ray.serving.service import NotApplied
 
 T = TypeVar("T")
+Deployment = Callable[..., Awaitable[Any]]
+"""Calls a method of one of a deployment's replicas, by its name and arguments, as `remote.RemoteDeployment` does."""
 
 MAX_BATCH_QUERIES = 64
 """Queries in one call to a shard."""
@@ -38,15 +40,6 @@ CACHED_CHARACTERS = 1 << 25
 """Most characters of cached texts in an ingress replica."""
 BEHIND_PAUSE_S = 0.05
 """Pause before a shard that has not applied `min_sequence` is asked again."""
-
-
-class Deployment(Protocol):
-    """Calls a method of one of a deployment's replicas.
-
-    Raises `ReplicaLost` if the replica is lost, else what the method raised.
-    """
-
-    def __call__(self, method: str, *arguments: Any) -> Awaitable[Any]: ...
 
 
 class Ranked(NamedTuple):

@@ -20,7 +20,7 @@ POLL_S = 0.25
 
 
 class RemoteDeployment:
-    """Calls methods of a deployment's replicas; a `blue_green.Deployment`.
+    """Calls methods of a deployment's replicas; a `fan_out.Deployment`.
 
     Raises `ReplicaLost` instead of waiting for a deployment without replicas, as Serve would.
     """
