@@ -60,12 +60,7 @@ LOGGING = {"log_level": "WARNING", "enable_access_log": False} | ({"encoding": "
 
 @dataclass(frozen=True)
 class Plan:
-    """What `infembed serve` starts.
-
-    Attributes:
-        settings: of the command.
-        api, release: arguments of the API, and what it answers from.
-    """
+    """What `infembed serve` starts: the arguments of the API, and the release that it answers from."""
 
     settings: ServeSettings
     api: ApiArguments
@@ -197,19 +192,13 @@ class Plan:
         file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
 
     def startup_message(self) -> str:
-        """Return where the API is, what it serves, and an example request."""
-        key = ' -H "Authorization: Bearer $KEY"' if self.api.locked else ""
+        """Return where the API is and what it serves."""
         served = [
             f"serve: {'' if name == DEFAULT_COLLECTION else f'collection {name}: '}{spec.card.passages} passages, "
             f"model {spec.card.id}, at {self.url}{'' if name == DEFAULT_COLLECTION else f'/v1/collections/{name}'}"
             for name, spec in self.release.by_name.items()
         ]
-        return (
-            "\n".join(served) + f"\n  playground: {self.url}/   reference: {self.url}/docs\n"
-            f"  curl -s {self.url}/v1/search -H 'Content-Type: application/json' \\\n"
-            """       -d '{"query": "...", "instruction": "...", "top_k": 3}'"""
-            f"{key}"
-        )
+        return "\n".join(served) + f"\n  playground: {self.url}/   reference: {self.url}/docs"
 
 
 def _probe_set(settings: ServeSettings) -> ProbeSet | None:

@@ -76,11 +76,7 @@ T = TypeVar("T")
 
 
 class MetricsReporter:
-    """Sends a replica's metrics to the supervisor.
-
-    Args:
-        collect: yields the current metrics, as a collector of `prometheus_client`.
-    """
+    """Sends a replica's metrics, which `collect` yields as a collector of `prometheus_client`, to the supervisor."""
 
     def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
         self.collect = collect
@@ -125,8 +121,8 @@ class EncoderReplica:
         self._metrics.start()
         calls = (self._engine.embed(item.texts, item.instructions, timeout_s) for item in items)
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        known = (Embedded, QueueFull, DeadlineExceeded)  # the API reports these errors as they are
-        return [answer if isinstance(answer, known) else _readable_error(answer) for answer in answers]
+        sent = (Embedded, QueueFull, DeadlineExceeded)  # the API reports these errors as they are
+        return [answer if isinstance(answer, sent) else _readable_error(answer) for answer in answers]
 
     async def ready(self) -> bool:
         """Return True once the model is loaded."""
@@ -203,11 +199,7 @@ class ShardSearch:
                 f"{arguments.version}; start `serve` again"
             )
         facts = described.facts
-        base = Shard.open(
-            described.path,
-            facts.shards[number],
-            gpu=arguments.settings.gpus_per_shard > 0,
-        )
+        base = Shard.open(described.path, facts.shards[number], gpu=arguments.settings.gpus_per_shard > 0)
         changes = change_log(described.path, facts)
         self._shard = LiveShard(base, changes, number, facts.folded)
         self._changes = changes.directory
@@ -236,12 +228,9 @@ class ShardSearch:
 
     async def contents_many(self, items: Sequence[Sequence[Key]]) -> list[list[Content]]:
         """Return texts and metadata of the hits of several requests, as `LiveShard.contents`."""
-        contents = iter(
-            await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._shard.contents, [key for keys in items for key in keys]
-            )
-        )
-        return [[next(contents) for _ in keys] for keys in items]
+        keys = [key for some in items for key in some]
+        contents = iter(await asyncio.get_running_loop().run_in_executor(self._threads, self._shard.contents, keys))
+        return [[next(contents) for _ in some] for some in items]
 
     async def scores_many(self, queries: Sequence[ScoreQuery]) -> list[np.ndarray]:
         """Return the scores of the passages of several requests, each as `LiveShard.scores`."""

@@ -1,8 +1,4 @@
-"""The reranker: checks before a start, and the engine of its replica, which scores pairs of concurrent searches in batches. No Ray.
-
-One thread tokenises, another runs the model, and the batching engine of the encoder between them forms the batches, bounds the
-queue and drops what is too late.
-"""
+"""The reranker: checks before a start, and the engine of its replica, which scores pairs of concurrent searches in batches. No Ray."""
 
 from __future__ import annotations
 
@@ -116,12 +112,7 @@ def load(arguments: RerankerArguments) -> PairScorer:
 
 
 class RerankEngine:
-    """Scores passages of concurrent searches. All calls come from one event loop.
-
-    Args:
-        scorer: scores pairs.
-        batch_tokens: largest number of tokens in a batch, with padding.
-    """
+    """Scores passages of concurrent searches. All calls come from one event loop."""
 
     def __init__(self, scorer: PairScorer, batch_tokens: int = BATCH_TOKENS) -> None:
         self._scorer = scorer

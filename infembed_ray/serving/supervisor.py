@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import ray
 from prometheus_client import Metric
@@ -36,7 +37,6 @@ from infembed_ray.serving.deployments import (
 )
 from infembed_ray.serving.metrics import MetricsPage
 from infembed_ray.serving.plan import LOGGING
-from infembed_ray.serving.probes import probe, worse_rankings
 from infembed_ray.serving.release import (
     APPLICATION,
     INGRESS,
@@ -46,12 +46,15 @@ from infembed_ray.serving.release import (
     Arguments,
     EncoderArguments,
     IndexArguments,
+    Probe,
+    ProbeSet,
     ReleaseSpec,
     RerankerArguments,
 )
 from infembed_ray.serving.replicas import Ingress
 from infembed_ray.serving.routing.blue_green import open_release
 from infembed_ray.serving.routing.remote import RemoteDeployment
+from infembed_ray.serving.schema import SearchRequest, SearchResponse
 from infembed_ray.storage.places import address, place_of
 from infembed_ray.storage.steps import find_input
 
@@ -69,6 +72,9 @@ POLL_S = 1.0
 """Seconds between two status queries to Serve's controller; each takes 0.1 s of CPU, which starting replicas need."""
 PROGRESS_S = 10.0
 """Seconds between two lines about a starting application."""
+PROBE_TOP_K = 100
+"""Hits per probe; a passage that is not among them has rank PROBE_TOP_K + 1."""
+QUERIES_AT_ONCE = 32
 BUILDERS: dict[type[Arguments], Callable[[Any], serve.Application]] = {
     EncoderArguments: encoder_application,
     IndexArguments: index_application,
@@ -247,6 +253,69 @@ def successor(release: ReleaseSpec, collection: str, place: str) -> ReleaseSpec:
         }
     )
     return release.model_copy(update={"collections": {**release.collections, collection: after}})
+
+
+# --------------------------------------------------------------------------------------------------------- probes
+
+
+class ProbeFigures(NamedTuple):
+    """Means over the probes, x100."""
+
+    ndcg: float
+    """nDCG@10 over all queries, those under the changed instruction too."""
+    p_mrr: float | None
+    """p-MRR over the probes whose changed instruction takes relevance away; None if there are none."""
+
+
+def worse_rankings(current: ProbeFigures, new: ProbeFigures, limits: ProbeSet) -> str | None:
+    """Return why the new release must not replace the current one; None if its rankings are good enough."""
+    if current.ndcg == new.ndcg == 0:
+        return (
+            "neither release finds a relevant passage of `probes` among its first ten; give the ids of indexed passages"
+        )
+    drops = [("nDCG@10", current.ndcg, new.ndcg, limits.max_ndcg_drop, "max_ndcg_drop")]
+    if current.p_mrr is not None and new.p_mrr is not None:
+        drops.append(("p-MRR", current.p_mrr, new.p_mrr, limits.max_p_mrr_drop, "max_p_mrr_drop"))
+    for measure, before, after, allowed, setting in drops:
+        if after < before - allowed:
+            return (
+                f"its {measure} on the probes is {after:.1f}, the current release's {before:.1f}; "
+                f"{setting}={allowed:g} less is allowed"
+            )
+    return None
+
+
+async def probe(search: Callable[[SearchRequest], Awaitable[SearchResponse]], probes: Sequence[Probe]) -> ProbeFigures:
+    """Search all probes and measure the rankings."""
+    from infembed_ray.evaluation.metrics import Change, p_mrr, trec_measures
+
+    queries = list(_queries(probes))
+    run: dict[str, dict[str, float]] = {}
+    for start in range(0, len(queries), QUERIES_AT_ONCE):
+        some = queries[start : start + QUERIES_AT_ONCE]
+        answers = await asyncio.gather(*(search(request) for _, request in some))
+        run |= {name: {hit.id: hit.score for hit in a.hits} for (name, _), a in zip(some, answers, strict=True)}
+    judged = {f"{n}": p.relevant for n, p in enumerate(probes)}
+    judged |= {f"{n} changed": p.changed_relevant for n, p in enumerate(probes) if p.changed_relevant}
+    ndcg = trec_measures({name: dict.fromkeys(ids, 1) for name, ids in judged.items()}, run, ["nDCG@10"])
+    changes = [
+        Change(f"{n}", f"{n} changed", tuple(set(p.relevant) - set(p.changed_relevant)))
+        for n, p in enumerate(probes)
+        if p.changed_instruction is not None
+    ]
+    moved = p_mrr(changes, run)
+    return ProbeFigures(
+        100 * fmean(values["nDCG@10"] for values in ndcg.values()), 100 * fmean(moved.values()) if moved else None
+    )
+
+
+def _queries(probes: Sequence[Probe]) -> Iterator[tuple[str, SearchRequest]]:
+    """Yield a name and the search, for both instructions of each probe."""
+    for number, item in enumerate(probes):
+        yield f"{number}", SearchRequest(query=item.query, instruction=item.instruction, top_k=PROBE_TOP_K)
+        if item.changed_instruction is not None:
+            changed = SearchRequest(query=item.query, instruction=item.changed_instruction, top_k=PROBE_TOP_K)
+            yield f"{number} changed", changed
 
 
 # -------------------------------------------------------------------------------------------- one release for another

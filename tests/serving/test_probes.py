@@ -13,8 +13,8 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.serving import schema
 from infembed_ray.serving.plan import Plan
-from infembed_ray.serving.probes import ProbeFigures, probe, worse_rankings
 from infembed_ray.serving.release import Probe, ProbeSet
+from infembed_ray.serving.supervisor import ProbeFigures, probe, worse_rankings
 
 
 class Rankings:

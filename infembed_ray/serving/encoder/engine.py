@@ -59,7 +59,6 @@ class EncodingEngine:
 
         Args:
             model: directory or hub name.
-            settings: `dtype`, and the resources of a replica.
             dimensions: as `InstructionEncoder.from_pretrained` takes it.
             fingerprint: that the model must have; None: any.
 
@@ -92,16 +91,14 @@ class EncodingEngine:
     async def embed(
         self, texts: Sequence[str], instructions: Sequence[str | None] | None, timeout_s: float | None = None
     ) -> Embedded:
-        """Embed texts.
+        """Embed texts, at least one.
 
         Args:
-            texts: at least one.
             instructions: one per query, None for a query without one; None: the texts are passages.
             timeout_s: time-out of the request; None: no limit.
 
         Raises:
-            QueueFull: try again later.
-            DeadlineExceeded: no answer within `timeout_s`.
+            QueueFull, DeadlineExceeded: as `BatchingEngine.embed`.
         """
         self.batching.require_capacity(len(texts), timeout_s)  # before any work is done
         loop = asyncio.get_running_loop()

@@ -48,8 +48,6 @@ PLAYGROUND_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'",
-    "Referrer-Policy": "no-referrer",  # the URL contains the query
-    "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
 DESCRIPTION = f"""

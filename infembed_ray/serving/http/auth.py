@@ -33,14 +33,9 @@ Scope = Literal["read", "write", "admin"]
 
 
 class ApiKey(BaseModel):
-    """An accepted key, and a line of a key file.
+    """An accepted key, and a line of a key file: the digest of the key in hex, and what it may do.
 
-    Attributes:
-        name: in the key file.
-        sha256: digest of the key in hex.
-        scopes: what it may do; all by default.
-        rate: most requests per second; None: no limit.
-        collections: that it may use, served or not; None: all, also those of later releases.
+    `rate` is the maximum of requests per second (None: no limit). `collections` need not be served yet (None: all).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)

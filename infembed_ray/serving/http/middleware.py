@@ -26,7 +26,7 @@ LATENCY_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 3
 HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
-    (b"referrer-policy", b"no-referrer"),
+    (b"referrer-policy", b"no-referrer"),  # the URL of the playground contains the query
     (b"cross-origin-resource-policy", b"same-origin"),
     (
         b"content-security-policy",

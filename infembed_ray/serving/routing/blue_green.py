@@ -92,12 +92,9 @@ class Release:
     `NotApplied`; any other exception is an internal error.
 
     Args:
-        spec: its parts.
         encoder, reranker: may be shared with the releases of other collections.
-        shards: as `FanOut` takes them; each has besides `document(id)`, `state() -> ShardState` and `ready()`.
+        shards: as `FanOut` takes them; each also has `document(id)`, `state() -> ShardState` and `ready()`.
         metrics: has `metrics() -> bytes`.
-        timeout_s: request time-out.
-        shard_replicas: largest number of replicas.
         max_changed_documents: documents that may differ from the index version per shard.
         ranking: how searches that do not say are scored; without `hybrid` if the index has no words.
     """

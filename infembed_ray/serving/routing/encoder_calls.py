@@ -73,15 +73,9 @@ class EncoderCalls:
 
 
 class QueryCache:
-    """Embeds queries, and keeps the vectors of recent ones under their instructions. All calls come from one event loop.
+    """Embeds queries, and keeps the vectors of recent ones under their instructions, up to `max_bytes` of memory.
 
-    Args:
-        embed: embeds queries by a deadline (the event loop's time).
-        max_bytes: limit of the memory of all entries.
-
-    Attributes:
-        hits: queries that were not sent to the encoder.
-        misses: queries that were sent to it.
+    All calls come from one event loop. `hits` counts the queries that were not sent to the encoder, `misses` the others.
     """
 
     def __init__(
