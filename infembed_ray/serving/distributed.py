@@ -16,7 +16,7 @@ from pathlib import Path
 import ray
 from ray import serve
 from ray.serve.config import ControllerOptions
-from ray.serve.schema import LoggingConfig, ServeStatus
+from ray.serve.schema import LoggingConfig
 
 from infembed_ray import ray_compat
 from infembed_ray.config.serving import ServeSettings
@@ -197,7 +197,10 @@ def _connect(plan: Plan) -> None:
         for name, value in ray_compat.NO_IDLE_WORKERS.items():
             os.environ.setdefault(name, value)
         connect()
-    status = _status_without_leftovers()
+    status = serve.status()
+    if status.proxies and not status.applications:  # a killed job left Serve listening
+        serve.shutdown()
+        status = serve.status()
     if replaces and APPLICATION not in status.applications:
         raise other_cluster(port)
     if status.proxies:  # perhaps of a killed command, whose API has no release yet
@@ -224,15 +227,6 @@ def _connect_to_local_api(port: int) -> None:
         if mode_before is None:  # a cluster that this process starts later has its own mode
             os.environ.pop("RAY_AUTH_MODE", None)
         raise other_cluster(port) from error
-
-
-def _status_without_leftovers() -> ServeStatus:
-    """Return Serve's status; shut Serve down first if a killed job left it listening without applications."""
-    status = serve.status()
-    if status.proxies and not status.applications:
-        serve.shutdown()
-        status = serve.status()
-    return status
 
 
 def describe(settings: ServeSettings) -> Iterator[str]:

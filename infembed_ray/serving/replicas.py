@@ -51,7 +51,7 @@ from infembed_ray.serving.release import (
 )
 from infembed_ray.serving.routing.blue_green import Release, open_release
 from infembed_ray.serving.routing.encoder_calls import EncoderInputs
-from infembed_ray.serving.routing.remote import RETRY_AFTER_S, RemoteDeployment
+from infembed_ray.serving.routing.remote import RemoteDeployment
 from infembed_ray.serving.routing.reranking import OUTCOMES
 from infembed_ray.serving.service import Document, ReplicaLost, ShardState
 
@@ -62,14 +62,10 @@ OPEN_TIMEOUT_S = 60.0
 """Time for a new release to answer; after it, `reconfigure` returns and the replica keeps waiting in the background."""
 POLL_S = 0.1
 """Seconds between two reads of the write-ahead log by a shard, and between two probes of a new release."""
-STORE_POLL_S = 1.0
-"""Seconds between two reads of a log in an object store, which bills each request."""
-STUCK_POLL_S = 1.0
-"""Seconds between two reads of a damaged log."""
+SLOW_POLL_S = 1.0
+"""Seconds between two reads of a damaged log, and of one in an object store, which bills each request."""
 SEARCHES = 8
 """Calls of a replica to an external engine at a time."""
-ENGINE_RETRY_S = 2.0
-"""Retry-After while the engine does not answer."""
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -255,7 +251,7 @@ class ShardSearch:
     def _follow_log(self) -> None:
         """Apply changes as they are appended to the log. A damaged change blocks those after it; it is logged once."""
         logged = ""
-        poll_s = POLL_S if isinstance(self._changes, Path) else STORE_POLL_S
+        poll_s = POLL_S if isinstance(self._changes, Path) else SLOW_POLL_S
         while True:
             try:
                 self._shard.refresh()
@@ -265,7 +261,7 @@ class ShardSearch:
                 if str(error) != logged:
                     logged = str(error)
                     log.error("the shard applies no further changes and serves its current documents: %s", logged)
-            time.sleep(poll_s if self._fault is None else STUCK_POLL_S)
+            time.sleep(poll_s if self._fault is None else SLOW_POLL_S)
 
 
 class StoreSearch:
@@ -319,7 +315,7 @@ class StoreSearch:
             log.error("the external engine does not answer: %s", fault)
             with contextlib.suppress(StoreFault):
                 await loop.run_in_executor(self._threads, self._store.ready)  # a restarted engine may have to load
-            raise ReplicaLost(ENGINE_RETRY_S) from fault
+            raise ReplicaLost from fault
 
 
 @serve.ingress()
@@ -387,7 +383,7 @@ class Ingress:
     @property
     def _now(self) -> tuple[ReleaseSpec, dict[str, Release]]:
         if self._served is None:
-            raise ReplicaLost(RETRY_AFTER_S)
+            raise ReplicaLost
         return self._served
 
     async def served(self) -> tuple[ApiArguments, ReleaseSpec | None]:

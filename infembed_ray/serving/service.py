@@ -18,11 +18,7 @@ class Document(NamedTuple):
 
 
 class ReplicaLost(Exception):
-    """The replica that would have answered is lost or has not started; retry after `retry_after_s`."""
-
-    def __init__(self, retry_after_s: float = 1.0) -> None:
-        super().__init__(retry_after_s)  # kept in args, so that it survives pickling
-        self.retry_after_s = retry_after_s
+    """The replica that would have answered is lost or has not started; retry soon."""
 
 
 class ReadOnly(Exception):

@@ -139,7 +139,7 @@ class Supervisor:
             self._watch = asyncio.get_running_loop().create_task(self._compact_when_due())
 
     async def metrics(self) -> bytes:
-        """Return the metrics of all replicas in Prometheus text format."""
+        """As `MetricsPage.text`."""
         return self._page.text()
 
     async def verdict(self, current: ReleaseSpec, new: ReleaseSpec) -> str | None:
@@ -328,10 +328,7 @@ Deployed = tuple[ApiArguments, ReleaseSpec]
 def roll_out(arguments: ApiArguments, new: ReleaseSpec, current: Deployed | None) -> None:
     """Start the parts of a release that do not run, and switch the API to it once it answers; then delete what is unused.
 
-    Args:
-        arguments: of the API.
-        new: the release to serve.
-        current: what is served; None: nothing is.
+    `current` is what is served (None: nothing is).
 
     Raises:
         InputError: a replica raised it.

@@ -76,9 +76,9 @@ def create_app(
 
     Args:
         collections: returns the services of all collections for a new request, the default one first.
-        deployment: fingerprint of what is served, for `GET /healthz`.
-        keys: the accepted API keys; without any, the API serves its own machine only.
-        request_timeout_s: longest time from the end of the headers to the answer.
+        deployment: returns the fingerprint of what is served, for `GET /healthz`.
+        keys: without any, the API serves its own machine only.
+        request_timeout_s: maximum time from the end of the headers to the answer.
         registry: where the application counts its requests. `GET /metrics` returns the service's metrics instead.
         request_ids: echo or create X-Request-Id; False behind a proxy that does, such as Ray Serve's.
     """

@@ -47,11 +47,8 @@ class ApiMiddleware:
     request with a foreign Host header gets 403. Otherwise a web page in a browser of that machine could send requests under a
     host name that resolves to 127.0.0.1 (DNS rebinding).
 
-    Args:
-        app: the routes.
-        keys: the accepted keys; without any, requests of this machine need none.
-        registry: where the requests are counted: by route, never by path, to bound the series.
-        request_ids: whether answers carry X-Request-Id, the client's own or a new one.
+    It counts requests by route, never by path, to bound the series. With `request_ids` answers carry X-Request-Id, the
+    client's own or a new one.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, registry: CollectorRegistry, request_ids: bool) -> None:

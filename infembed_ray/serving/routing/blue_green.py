@@ -199,13 +199,9 @@ class Release:
         return await (excluding(questions, self._ranking, encode) if exclude else encode(questions))
 
     async def put(self, documents: Sequence[Document]) -> int:
-        """Add documents, or replace those with the same ids. The change is durable when the call returns.
+        """Add documents with distinct ids, or replace those with the same ids. Their metadata matches the card's fields.
 
-        Args:
-            documents: with distinct ids and metadata that matches the card's fields.
-
-        Returns:
-            The sequence number from which searches find them.
+        The change is durable when the call returns the sequence number from which searches find them.
         """
         await self._require_writable()
         if self._changed >= self._max_changed:  # puts within a second can exceed it
@@ -298,16 +294,8 @@ async def excluding(
 ) -> np.ndarray:
     """Encode questions so that passages which resemble what their instructions exclude score lower.
 
-    Each is encoded under what its instruction wants (with `exclusion_keeps_instruction` under all of it), and its vector is
-    moved away from that of the unwanted part.
-
-    Args:
-        questions: n questions.
-        ranking: weight of the unwanted part.
-        encode: returns (texts, d) unit vectors.
-
-    Returns:
-        (n, d) unit vectors.
+    Each of n questions is encoded under what its instruction wants (with `exclusion_keeps_instruction` under all of it), and
+    its vector is moved away from that of the unwanted part. `encode` returns (texts, d) unit vectors; returns (n, d).
     """
     parts = [split(question.instruction or "") for question in questions]
     numbers = [number for number, part in enumerate(parts) if part.unwanted]

@@ -42,15 +42,11 @@ class EncoderInputs(NamedTuple):
 
 
 class EncoderCalls:
-    """Calls to an encoder. All of them come from one event loop.
+    """Calls to an encoder, each by a deadline (the event loop's time). All of them come from one event loop.
 
     Args:
         encoder: has `embed_many(list[EncoderInputs], timeout_s) -> list[Embedded | Exception]` and `ready()`.
         replicas: largest number of replicas.
-
-    Attributes:
-        embed: embeds the inputs of a request by a deadline (the event loop's time).
-        query_cache: embeds queries by a deadline, and keeps the vectors of recent ones.
     """
 
     def __init__(self, encoder: Deployment, *, replicas: int = 1) -> None:
