@@ -240,3 +240,6 @@ class ReportSettings(Settings):
     rows: dict[str, str] = Field(
         {}, description="model -> its row in Tables 2 and 5, if the names differ; e.g. InF-Embed (e5-base-v2)"
     )
+    unfiltered: tuple[str, ...] = Field(
+        (), description="labels of results whose models were trained without the quality filter (Figure 6)"
+    )

@@ -181,6 +181,7 @@ def test_two_runs_are_compared_by_judgements_alone_without_ray(tmp_path, monkeyp
     p_value = sum(total >= abs(sum(changes)) - 1e-12 for total in sums) / 32
     column = tables.columns(found)[task][0]
     assert tables.cells(found, column)["mine"].compared.p == pytest.approx(p_value)
+    assert "Where the models differ most" in Page((done.path / "report.html").read_text()).text
 
 
 def stored(directory):
