@@ -179,8 +179,8 @@ class EvaluateSettings(Settings):
 
     tasks: tuple[str, ...] = Field(
         (),
-        description="tasks or benchmarks by name (followir/core17, bright), data sets of the hub (mteb/scifact) or of "
-        "ir_datasets (ir_datasets:cranfield), or directories in the layout of mteb or BEIR, or files of judgements, for runs",
+        description="tasks or benchmarks by name (followir/core17, bright), data sets of the hub (mteb/scifact), "
+        "directories in the layout of mteb or BEIR, or files of judgements, for runs",
     )
     measures: tuple[str, ...] = runtime_field(  # the tasks' figures are part of their contents
         (),

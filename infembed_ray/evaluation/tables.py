@@ -63,9 +63,7 @@ def columns(results: Results) -> dict[str, list[Column]]:
             if all(task in results.tasks for task in figures):
                 columns_of.setdefault(benchmark.title, []).append(_shown(f"average {name}", tuple(figures.items())))
     titles = {
-        entry.name: (benchmark.title, entry.title)
-        for benchmark in BENCHMARKS.values()
-        for entry in (*benchmark.tasks, *benchmark.others)
+        entry.name: (benchmark.title, entry.title) for benchmark in BENCHMARKS.values() for entry in benchmark.tasks
     }
     for task, summary in results.tasks.items():
         benchmark_title, own = titles.get(task, (task, task))

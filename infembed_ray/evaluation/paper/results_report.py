@@ -22,7 +22,7 @@ from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import Published, Step, find_input
 
-PAGE, MARKDOWN, CSV = tables.REPORT_FILE, "report.md", "tables.csv"
+PAGE, MARKDOWN = tables.REPORT_FILE, "report.md"
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Report:
 
 
 def run(settings: ReportSettings) -> Published:
-    """Publish `report.html`, `report.md` and `tables.csv`.
+    """Publish `report.html` and `report.md`.
 
     Raises:
         InputError: an output cannot be read, or not be combined with another, or a name in the settings is unknown.
@@ -129,7 +129,6 @@ def run(settings: ReportSettings) -> Published:
     with step.publish() as staging:
         (staging.path / PAGE).write_text(report.as_html(), encoding="utf-8")
         (staging.path / MARKDOWN).write_text(report.as_markdown(), encoding="utf-8")
-        (staging.path / CSV).write_text(sheets.as_csv([*report.ours, *report.papers]), encoding="utf-8")
         staging.counts = {"models": len(report.collection.models), "tasks": len(report.collection.results.tasks)}
         staging.facts = {"tables_with_ours": [sheet.name for sheet in report.papers if sheet.ours]}
     say(f"report: {report.summary}")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby, zip_longest
 
 import numpy as np
@@ -284,7 +282,7 @@ def plain(name: str) -> str:
     return re.sub(r"[^a-z0-9+]", "", name.lower())
 
 
-# ------------------------------------------------------------------------------------------------ Markdown, text, CSV
+# ------------------------------------------------------------------------------------------------ Markdown, text
 
 
 def as_markdown(sheet: Sheet) -> str:
@@ -336,17 +334,3 @@ def _text(number: Number | None) -> str:
     if number is None:
         return "n/a"
     return " ".join(filter(None, (number.value, number.difference))) + (MARK if number.significant else "")
-
-
-def as_csv(sheets: Iterable[Sheet]) -> str:
-    """Format all tables as one, with one line per number."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["table", "section", "row", "source", "seeds", "column", *(field.name for field in fields(Number))])
-    for sheet in sheets:
-        for line in sheet.lines:
-            place = [sheet.name, line.section, line.label, *(("ours", line.seeds) if line.ours else ("paper", ""))]
-            for number, title in zip(line.numbers, sheet.titles, strict=True):
-                if number is not None:
-                    writer.writerow([*place, title, *asdict(number).values()])
-    return text.getvalue()

@@ -51,10 +51,8 @@ def page(published):
     return Page((published.path / "report.html").read_text())
 
 
-def test_the_report_is_published_in_three_formats(published, settings):
-    assert {file.name for file in published.path.iterdir()} == {
-        *("report.html", "report.md", "tables.csv", "manifest.json")
-    }
+def test_the_report_is_published_in_two_formats(published, settings):
+    assert {file.name for file in published.path.iterdir()} == {*("report.html", "report.md", "manifest.json")}
     assert published.manifest["tables_with_ours"] == ["Table 2", "Table 5"]
     assert not run(settings).fresh
 
