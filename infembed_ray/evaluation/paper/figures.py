@@ -9,8 +9,8 @@ from infembed_ray.evaluation import tables
 from infembed_ray.evaluation.paper.collection import CombinedResults, ReportedModel
 from infembed_ray.evaluation.paper.published import TABLES
 from infembed_ray.evaluation.paper.sheets import MODELS, plain, stands_for
-from infembed_ray.evaluation.significance import IntervalEstimate
-from infembed_ray.evaluation.tables import Cell, Column
+from infembed_ray.evaluation.significance import Compared, IntervalEstimate
+from infembed_ray.evaluation.tables import Column
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.reporting.charts import Scale
 
@@ -120,6 +120,6 @@ def _size(model: ReportedModel, rows: Mapping[str, str]) -> str | None:
     return None
 
 
-def _x100(cell: Cell) -> IntervalEstimate:
-    mean = cell.compared.mean
+def _x100(cell: Compared) -> IntervalEstimate:
+    mean = cell.mean
     return IntervalEstimate(100 * mean.value, 100 * mean.low, 100 * mean.high)

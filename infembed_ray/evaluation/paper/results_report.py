@@ -15,6 +15,7 @@ from infembed_ray.evaluation.paper import figures, published, sheets
 from infembed_ray.evaluation.paper.collection import CombinedResults, collect
 from infembed_ray.evaluation.paper.sheets import Sheet
 from infembed_ray.evaluation.results import Results, conventions_of
+from infembed_ray.evaluation.significance import LEVEL
 from infembed_ray.evaluation.tasks import infir
 from infembed_ray.progress import say
 from infembed_ray.reporting import page
@@ -97,7 +98,7 @@ class Report:
 
     def as_text(self) -> str:
         """Format our means and differences for a terminal or a log, without the tables of controls."""
-        about = f"Differences are to {self.baselines}; {tables.MARK}: significant at {tables.LEVEL:.0%}. "
+        about = f"Differences are to {self.baselines}; {tables.MARK}: significant at {LEVEL:.0%}. "
         files = f"{PAGE} and {tables.TABLE_FILE} have the 95% intervals."
         shown = [sheet for sheet in self.ours if sheet.of != sheets.CONTROLLED]
         return "\n\n".join([*map(sheets.as_text, shown), (about if self.baselines else "") + files])

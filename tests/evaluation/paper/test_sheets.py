@@ -7,8 +7,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.paper.collection import collect
 from infembed_ray.evaluation.paper.published import TABLES
 from infembed_ray.evaluation.paper.results_report import of_evaluation
-from infembed_ray.evaluation.paper.sheets import as_markdown, obedience, ours, papers, stands_for
-from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.paper.sheets import as_markdown, obedience, ours, papers
 from tests.evaluation.paper import made
 
 ROWS = {"uni{P}": (0.1, {"epochs": 2}), "multi{P,I}": (0.4, {"epochs": 2}), "multi{P,I}, temperature=0.02": (0.4, {})}
@@ -92,23 +91,6 @@ def test_every_model_has_a_row_in_our_table_of_each_of_its_benchmarks(collection
     assert [line.label for line in own["MAIR"].lines] == ["e5-base-v2", "trained"]
     sections = dict.fromkeys(line.section for line in own["FollowIR"].lines)
     assert list(sections) == ["", "qwen2.5-1.5b", "MiniLM"]
-
-
-def test_an_evaluated_baseline_is_found_by_its_settings():
-    evaluated = made.evaluation(made.benchmarks("followir"), {"any": ("org/base", 0)})
-    about = baselines.entries()["e5-large-v2"].settings.model_dump(mode="json", exclude_defaults=True)
-    found = collect({"a": replace(evaluated, models={"any": about | {"identity": "x"}})})
-    assert stands_for(found.models["any"], "e5-large-v2", {})
-
-
-def test_other_prompts_or_weights_are_not_the_papers_row(collection):
-    entry = baselines.entries()["e5-large-v2"]
-    about = entry.settings.model_dump(mode="json", exclude_defaults=True)
-    unprompted = about | {"plain_query": "{query}"}
-    hub = {"model": about["model"], "identity": "x"}
-    for evaluated, stands in ((about | {"dtype": "bfloat16"}, True), (unprompted, False), (hub, False)):
-        model = replace(collection.models["trained"], label="any", about=evaluated | {"model": [evaluated["model"]]})
-        assert stands_for(model, "e5-large-v2", {}) is stands, evaluated
 
 
 def test_unknown_names_are_rejected(collection):
