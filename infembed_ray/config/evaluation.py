@@ -179,8 +179,8 @@ class EvaluateSettings(Settings):
 
     tasks: tuple[str, ...] = Field(
         (),
-        description="tasks or benchmarks by name (followir/core17, bright), data sets of the hub (mteb/scifact) or of "
-        "ir_datasets (ir_datasets:cranfield), or directories in the layout of mteb or BEIR, or files of judgements, for runs",
+        description="tasks or benchmarks by name (followir/core17, bright), data sets of the hub (mteb/scifact), "
+        "directories in the layout of mteb or BEIR, or files of judgements, for runs",
     )
     measures: tuple[str, ...] = runtime_field(  # the tasks' figures are part of their contents
         (),
@@ -239,4 +239,7 @@ class ReportSettings(Settings):
     output: str = runtime_field(description="directory for the published report")
     rows: dict[str, str] = Field(
         {}, description="model -> its row in Tables 2 and 5, if the names differ; e.g. InF-Embed (e5-base-v2)"
+    )
+    unfiltered: tuple[str, ...] = Field(
+        (), description="labels of results whose models were trained without the quality filter (Figure 6)"
     )
