@@ -138,16 +138,15 @@ def find(name: str) -> TaskEntry | None:
     benchmark = name.split("/")[0]
     if benchmark in BENCHMARKS:
         valid = nearest(name, [task for task in TASKS if task.startswith(f"{benchmark}/")])
-        raise InputError(f"tasks={name}: no such task ({valid}); for a directory of that name write ./{name}")
+        raise InputError.of("tasks", name, f"no such task ({valid})", f"for a directory of that name write ./{name}")
     if Path(name).expanduser().exists():
         return None
     if parts := _HUB_NAME.fullmatch(name):
         options = {"split": parts["split"]} if parts["split"] else {}
         return TaskEntry(name, name, (parts["repository"],), None, "own", options=options)
     alike = [benchmark for benchmark in BENCHMARKS if ("@" in benchmark) == ("@" in name)]
-    raise InputError(
-        f"tasks={name}: no such task, and no such directory; {nearest(name, alike)}, OWNER/NAME of the hub, {IR_DATASETS}ID"
-    )
+    remedy = f"{nearest(name, alike)}, OWNER/NAME of the hub, {IR_DATASETS}ID"
+    raise InputError.of("tasks", name, "no such task, and no such directory", remedy)
 
 
 def _benchmark(name: str, values: Mapping[str, Any], suffix: str) -> Benchmark:
