@@ -117,9 +117,10 @@ def default_text(value: Any) -> str:
 
 def type_text(annotation: Any) -> str:
     """A type annotation in words; settings classes link to their section."""
-    return describe_type(
-        annotation, lambda value: f"`{value}`", lambda cls: f"[{cls.__name__}](#{cls.__name__.lower()})"
-    )
+    text = describe_type(annotation).replace("|", "\\|")
+    for name in {cls.__name__ for cls in settings_classes(annotation)}:
+        text = re.sub(rf"\b{name}\b", f"[{name}](#{name.lower()})", text)
+    return text
 
 
 # Commands
