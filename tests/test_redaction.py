@@ -241,13 +241,13 @@ PROXY = """
 import asyncio, sys
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.llm.chat import RunFailure
-from infembed_ray.llm.endpoint import CHAT, Route, list_models, one_line
+from infembed_ray.llm.endpoint import Route, list_models, one_line
 from infembed_ray.llm.transport import Transport
 
 async def post():
     transport = Transport()
     try:
-        await transport.post(Route(Endpoint(api_key_env=None, base_url=sys.argv[1]), CHAT.path).target("m"), b"{}")
+        await transport.post(Route(Endpoint(api_key_env=None, base_url=sys.argv[1])).target("m"), b"{}")
     except Exception as error:
         print(type(error).__name__, one_line(error))
     await transport.close()

@@ -9,7 +9,6 @@ import asyncio
 import math
 import random
 import time
-from collections import defaultdict
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,10 +18,18 @@ import aiohttp
 
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.llm.chat import CAP, Completion, Request, RowFailure, RunFailure
-from infembed_ray.llm.endpoint import CHAT, ErrorBody, RateLimited, Route, Unanswered, WireFormat, one_line
+from infembed_ray.llm.endpoint import (
+    ErrorBody,
+    RateLimited,
+    Route,
+    Unanswered,
+    one_line,
+    parse_completion,
+    short_question,
+)
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.lanes import Lane
-from infembed_ray.llm.ledger import REQUESTS, TOKENS, USD, Amounts, RateLimiter, used_by
+from infembed_ray.llm.ledger import REQUESTS, TOKENS, USD, Amounts, RateLimiter, used_by, worst_case
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.transport import Transport
 
@@ -33,8 +40,6 @@ BACKOFF_S = 0.5
 BACKOFF_CAP_S = 60.0
 FAULTS_TO_REST = 3
 """Consecutive faults after which an endpoint rests while another one is available."""
-MARGIN = 2
-"""Worst case of an answer at an endpoint that ignores the cap, as a multiple of the longest answer so far."""
 
 _UNSENT: Amounts = {REQUESTS: 0, TOKENS: 0, USD: 0.0}
 _UNPAID: Amounts = {REQUESTS: 1, TOKENS: 0, USD: 0.0}  # used by a request that was certainly not answered
@@ -56,23 +61,15 @@ class ChatClient:
     """
 
     def __init__(
-        self,
-        endpoints: Sequence[Endpoint],
-        journal: Journal,
-        limiter: RateLimiter,
-        table: PriceTable,
-        wire: WireFormat = CHAT,
+        self, endpoints: Sequence[Endpoint], journal: Journal, limiter: RateLimiter, table: PriceTable
     ) -> None:
-        self._wire = wire
-        self._routes = [_LearningRoute(endpoint, wire.path, limiter.slots) for endpoint in endpoints]
+        self._routes = [_LearningRoute(endpoint, limiter.slots) for endpoint in endpoints]
         self._patience_s, self._max_retries = endpoints[0].patience_s, endpoints[0].max_retries
         self._journal = journal
         self._limiter = limiter
         self._table = table
         self._transport: Transport | None = None
         self._asking: dict[str, asyncio.Future[Completion]] = {}
-        self._longest: defaultdict[str, int] = defaultdict(int)
-        """Model that exceeds its cap -> tokens of its longest answer."""
 
     async def complete(self, request: Request) -> Completion:
         """Return the completion of a request: from the journal, from an equal request in flight, or from an endpoint.
@@ -158,33 +155,21 @@ class ChatClient:
 
     async def _enter(self, request: Request) -> tuple[_LearningRoute, Lane, Amounts]:
         """Wait until a request may be sent; return the endpoint, the lane, to be left afterwards, and the worst case."""
-        while True:
-            longest = self._longest[request.model]
-            cost = self._worst_case(request)
+        cost = worst_case(request, self._table)
+        await self._limiter.enter(cost)
+        route = self._choose(request.model)
+        lane = route.lane(request.model)
+        if not lane.full:
+            await lane.enter()
+            return route, lane, cost
+        self._limiter.settle(cost, _UNSENT, time.monotonic())  # another model may use the slot meanwhile
+        await lane.enter()
+        try:
             await self._limiter.enter(cost)
-            route = self._choose(request.model)
-            lane = route.lane(request.model)
-            if lane.full:
-                self._limiter.settle(cost, _UNSENT, time.monotonic())  # another model may use the slot meanwhile
-                await lane.enter()
-                try:
-                    await self._limiter.enter(cost)
-                except RunFailure:
-                    lane.leave(limited=False)
-                    raise
-            else:
-                await lane.enter()
-            if self._longest[request.model] == longest:
-                return route, lane, cost
-            self._limiter.settle(cost, _UNSENT, time.monotonic())  # meanwhile a longer answer has arrived
+        except RunFailure:
             lane.leave(limited=False)
-
-    def _worst_case(self, request: Request) -> Amounts:
-        longest = self._longest[request.model]
-        if longest and CAP in request.parameters:
-            cap = max(request.parameters[CAP], MARGIN * longest)
-            request = replace(request, parameters={**request.parameters, CAP: cap})
-        return self._wire.worst_case(request, self._table)
+            raise
+        return route, lane, cost
 
     async def _attempt(self, route: _LearningRoute, lane: Lane, request: Request) -> Completion:
         if self._transport is None:
@@ -200,13 +185,16 @@ class ChatClient:
         status, refusal = response.status, response.body
         if 200 <= status < 300:
             try:
-                completion = self._wire.parse(response.body)
+                completion = parse_completion(response.body)
             except ErrorBody as error:
                 status, refusal = error.status, error.body
             else:
                 lane.answered_steps.add(request.step)
                 lane.note(None)
-                self._note_length(request, completion)
+                if completion.completion_tokens > request.parameters.get(CAP, math.inf):
+                    self._limiter.warn(
+                        f"model {request.model}: answers may exceed max_tokens, which the endpoint ignores"
+                    )
                 return completion
         failure = route.failure(request, status, response.headers, refusal)
         if status in (400, 422) and isinstance(failure, RowFailure) and request.step not in lane.answered_steps:
@@ -216,16 +204,6 @@ class ChatClient:
             if change is not None:
                 raise _Adapted(str(failure), paid=False)
         raise failure
-
-    def _note_length(self, request: Request, completion: Completion) -> None:
-        """Warn once of each model that exceeds the cap of an answer, and count with longer answers from now on."""
-        tokens = completion.completion_tokens
-        if tokens > request.parameters.get(CAP, tokens):
-            self._longest[request.model] = max(self._longest[request.model], tokens)
-            self._limiter.warn(
-                f"model {request.model}: an answer has more tokens than its max_tokens, which the endpoint ignores; from now on "
-                f"each request counts at {MARGIN} times the longest answer"
-            )
 
     async def _pause_after(
         self, failure: Unanswered | RowFailure, route: _LearningRoute, request: Request, tries: _Tries
@@ -310,8 +288,8 @@ class ChatClient:
         lane, now = route.lane(request.model), time.monotonic()
         async with lane.asking:
             while lane.noted < now:
-                probe = self._wire.probe(request)
-                cost = self._wire.worst_case(probe, self._table)
+                probe = short_question(request)
+                cost = worst_case(probe, self._table)
                 await self._limiter.enter(cost)
                 used, began = _UNPAID, time.monotonic()
                 try:
@@ -376,8 +354,8 @@ class _LearningRoute(Route):
     reached = False
     """Whether it has sent any HTTP response."""
 
-    def __init__(self, endpoint: Endpoint, path: str, slots: int) -> None:
-        super().__init__(endpoint, path)
+    def __init__(self, endpoint: Endpoint, slots: int) -> None:
+        super().__init__(endpoint)
         self._slots = slots
         self._lanes: dict[str, Lane] = {}
 
