@@ -14,9 +14,8 @@ from pathlib import Path
 from infembed_ray.errors import InputError
 from infembed_ray.llm import budget
 from infembed_ray.llm.chat import Completion
-from infembed_ray.llm.journal import decode, has_writer, new_segment, segments
+from infembed_ray.llm.journal import decode, has_writer, new_segment, partition_in, segments
 from infembed_ray.llm.journal_store import COPIES, JournalPlace, copy_objects, directory_of, locked, upload_leftovers
-from infembed_ray.llm.partitions import Partition
 from infembed_ray.progress import counted, say
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder, convert_errors, is_uri
@@ -104,13 +103,13 @@ def compact(directory: Path, folder: Folder | None = None) -> JournalStats:
     """
     busy = InputError(f"DIR={directory}: another compaction is at work; wait until it has ended")
     with durable.exclusive_lock(directory / ".compaction.lock", busy=busy):
-        groups: defaultdict[Partition | None, list[Path]] = defaultdict(list)
+        groups: defaultdict[str | None, list[Path]] = defaultdict(list)
         for path in segments([directory]):
             if not _is_segment(path):
                 raise InputError(
                     f"DIR={directory}: {path.name} holds nothing of a journal; give a journal's directory, or move it away"
                 )
-            groups[Partition.in_name(path.name)].append(path)
+            groups[partition_in(path.name)].append(path)
         _require_ended(directory)
         merged = [_merge(directory, folder, partition, paths) for partition, paths in groups.items()]
     return sum(merged, JournalStats())
@@ -121,7 +120,7 @@ def _require_ended(directory: Path) -> None:
         raise InputError(f"DIR={directory}: a run writes to it; wait until it has ended")
 
 
-def _merge(directory: Path, folder: Folder | None, partition: Partition | None, paths: list[Path]) -> JournalStats:
+def _merge(directory: Path, folder: Folder | None, partition: str | None, paths: list[Path]) -> JournalStats:
     stats = JournalStats()
     segment, merged = new_segment(directory, partition)
     with segment:

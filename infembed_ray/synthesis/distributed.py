@@ -31,7 +31,6 @@ from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.driver_watch import RAY_ENVIRONMENT, DriverWatch, Process, this_process
 from infembed_ray.llm.journal_store import JournalPlace, open_journal, settle, wait_for_writers
 from infembed_ray.llm.ledger import Grant, LeaseReport, LedgerStats, RateLimiter
-from infembed_ray.llm.partitions import Partition
 from infembed_ray.progress import say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.records.tables import Seed
@@ -195,7 +194,7 @@ def _stats(coordinator: Any) -> LedgerStats | None:
     return None
 
 
-def _settle_journal(journal: JournalPlace, partition: Partition | None = None) -> None:
+def _settle_journal(journal: JournalPlace, partition: str | None = None) -> None:
     """Wait until no process writes to the journal; in an object store, also until it holds what all nodes wrote.
 
     Args:
@@ -273,7 +272,7 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
     driver = this_process()
     shared = ray.put((job.survey.pool, job.left_out))
 
-    def branch(partition: Partition) -> ray.data.Dataset:
+    def branch(partition: str) -> ray.data.Dataset:
         numbers = tasks[partition]
         at_once = min(-(-settings.in_flight * ROWS_AHEAD // rows), len(numbers))
         return ray.data.from_blocks([pa.table({"task": [number]}) for number in numbers]).map_batches(
@@ -317,7 +316,7 @@ class _Synthesizer:
         self,
         settings: SynthesizeSettings,
         endpoints: Sequence[Endpoint],
-        partition: Partition,
+        partition: str,
         shared: ray.ObjectRef,
         journal: JournalPlace,
         replay: Sequence[str],
