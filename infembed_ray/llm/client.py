@@ -132,7 +132,8 @@ class ChatClient:
             try:
                 completion = await self._attempt(route, lane, request)
                 used = used_by(request, completion, self._table) or cost
-                self._limiter.traffic.add_answer(time.monotonic() - sent)
+                self._limiter.traffic.answered += 1
+                self._limiter.traffic.answered_s += time.monotonic() - sent
                 return completion
             except Unanswered as unanswered:
                 failure = unanswered
