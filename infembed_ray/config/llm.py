@@ -84,6 +84,6 @@ class Batches(Settings):
     poll_s: float = runtime_field(30.0, gt=0, description="seconds between two status requests for a batch")
     rest: Literal["stop", "dead_letter", "online"] = runtime_field(
         "stop",
-        description="requests that all attempts left unanswered: stop (print what they would cost online, and end the run), "
+        description="requests that all attempts left unanswered: stop (the run ends; a rerun batches them again), "
         "dead_letter (their rows become dead letters) or online (ask them at full price)",
     )

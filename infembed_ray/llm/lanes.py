@@ -62,12 +62,8 @@ class Dialect:
 
     def encoded(self, request: Request) -> bytes:
         """Return the body to send as JSON."""
-        cap = request.parameters.get(CAP)
-        if self._refused or (cap is not None and not request.sent.startswith(b'{"%b": ' % CAP.encode())):
-            return json.dumps(self.body(request), ensure_ascii=False).encode()
-        if cap is None or self._caps == [CAP]:
-            return request.sent
-        return b'{"%b": %d, %b' % (MAX_TOKENS.encode(), cap, request.sent[1:])
+        body = self.body(request)
+        return request.sent if body == request.body else json.dumps(body, ensure_ascii=False).encode()
 
     def learn(self, request: Request, sent: bytes, error: bytes) -> str | None:
         """Learn from an error that names a sent parameter.

@@ -265,8 +265,7 @@ class _Row:
         total = Spend()
         for asked, completion in exchanges:
             usd = table.usd(asked.model, completion)
-            batched_usd = usd or 0.0 if completion.batched else 0.0
-            total += Spend(1, completion.prompt_tokens, completion.completion_tokens, usd, batched_usd)
+            total += Spend(1, completion.prompt_tokens, completion.completion_tokens, usd)
         return total
 
 
