@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from infembed_ray.config.base import Settings, runtime_field
+
+_URL = re.compile(r"https?://(\[[\da-fA-F:]+\]|[^\s/:?#]+)(:0*[1-9]\d*)?(/\S*)?")
 
 
 class ChatModel(Settings):
@@ -56,6 +59,13 @@ class Endpoint(Settings):
         description="seconds for which requests are retried while the endpoint gives no answer (429, 5xx, time-out, no "
         "connection) before the run stops; also for a call about batches",
     )
+
+    @field_validator("base_url")
+    @classmethod
+    def _require_url(cls, url: str) -> str:
+        if not _URL.fullmatch(url):
+            raise ValueError("no URL; write it like https://host/v1")
+        return url
 
 
 class Limits(Settings):

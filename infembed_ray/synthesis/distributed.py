@@ -279,7 +279,7 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
             _Synthesizer,
             fn_constructor_args=(
                 settings,
-                list(job.endpoints.values()),
+                job.endpoints,
                 partition,
                 shared,
                 job.journal,

@@ -66,8 +66,6 @@ def test_bad_settings_are_refused_in_one_line(seeds: Path, tmp_path: Path) -> No
     assert "seeds=" in one_line(settings(tmp_path / "nowhere.jsonl", out))
     assert "replay=" in one_line(settings(seeds, out, replay=[str(tmp_path / "nowhere")]))
     assert "distractors=64" in one_line(settings(seeds, out, distractors=64))
-    for url in ("localhost", "http://host:port/v1", "https://", "http://host/v1 "):
-        assert f"endpoint.base_url={url}: no URL" in one_line(settings(seeds, out, endpoint={"base_url": url}))
     assert "no column question" in one_line(settings(seeds, out, columns={"query": "question"}))
     steps = {"judge_positiv": {"model": "o3"}}
     assert "steps.judge_positiv: no such step: did you mean judge_positive?" in one_line(
@@ -78,6 +76,13 @@ def test_bad_settings_are_refused_in_one_line(seeds: Path, tmp_path: Path) -> No
     blocked = tmp_path / "file"
     blocked.touch()
     assert "journal=" in one_line(settings(seeds, out, journal=str(blocked / "journal"), endpoint=keyless))
+
+
+@pytest.mark.parametrize("url", ["localhost", "http://host:port/v1", "https://", "http://host/v1 ", "ftp://host/v1"])
+def test_an_endpoint_needs_a_url(tmp_path: Path, url: str) -> None:
+    with pytest.raises(InputError) as error:
+        settings(tmp_path, tmp_path, more_endpoints=[{"base_url": url}])
+    assert [fault.setting for fault in error.value.faults] == ["more_endpoints.0.base_url"]
 
 
 def test_batches_need_a_journal_on_a_disk(bucket: str, seeds: Path, tmp_path: Path) -> None:
@@ -109,4 +114,3 @@ def test_limits_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch,
     assert "prices=" in refused(prices=str(tmp_path / "nowhere.yaml"))
     (tmp_path / "prices.yaml").write_text("gpt-4o-mini: 3\n")
     assert "no price table" in refused(prices=str(tmp_path / "prices.yaml"))
-    assert "more_endpoints.0.base_url=ftp" in refused(more_endpoints=[{"base_url": "ftp://x", "api_key_env": None}])
