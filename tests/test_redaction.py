@@ -139,7 +139,7 @@ def test_every_text_of_every_settings_class_refuses_credentials():
         assert PASSWORD not in repr(error.value)
         assert PASSWORD not in str(error.value.__cause__)
         tried += 1
-    assert tried > 100
+    assert tried > 80
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ FAULTY = {
     "no =": "{}",
     "a key below a value": "seeds.{}=1",
     "broken YAML": "seeds=[{}",
-    "a nested list": "more_endpoints=[{{base_url: '{}'}}]",
+    "a nested list": "replay=[{{base_url: '{}'}}]",
     "a key of a mapping": "columns={{'{}': [a]}}",
     "a whole section": "endpoint={}",
 }

@@ -170,7 +170,7 @@ async def _ask_all(rating: Rating, settings: AnalyzeSettings) -> tuple[dict[str,
         return ledger.exchange(report)
 
     limiter = RateLimiter(limits, slots, exchange)
-    client = ChatClient([settings.agreement.endpoint], journal, limiter, rating.table)
+    client = ChatClient(settings.agreement.endpoint, journal, limiter, rating.table)
     asked = [(rater, item) for rater in raters for item in rating.items]
     try:
         with track("agreement", len(asked)) as advance:

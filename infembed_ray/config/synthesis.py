@@ -55,9 +55,6 @@ class SynthesizeSettings(Settings):
         None, description="directory or URI of your own prompt files, which replace the bundled ones of the same name"
     )
     endpoint: Endpoint = runtime_field(Endpoint(), description="serves the models")
-    more_endpoints: tuple[Endpoint, ...] = runtime_field(
-        (), description="also serve the models: requests are shared evenly, and each stands in for the others"
-    )
     batches: Batches | None = runtime_field(
         None, description="{}: ask the Batch API of `endpoint`, at half the price; null: all online"
     )

@@ -22,7 +22,6 @@ import ray
 import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from infembed_ray.config.llm import Endpoint
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.llm import budget, prices
@@ -83,8 +82,8 @@ def run(settings: SynthesizeSettings) -> Published:
     either; the message names the directory with its rejected and dead-letter files.
 
     Raises:
-        InputError: bad settings or seeds; no key although some requests are in no journal; or, during the run, endpoints
-            that refuse the key, the model or all requests of a step or do not answer, a used-up budget, more dead letters
+        InputError: bad settings or seeds; no key although some requests are in no journal; or, during the run, an endpoint
+            that refuses the key, the model or all requests of a step or does not answer, a used-up budget, more dead letters
             than `max_dead_letters`, or no record that is kept.
     """
     seeds, table, step = prepare(settings)
@@ -279,7 +278,6 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
             _Synthesizer,
             fn_constructor_args=(
                 settings,
-                job.endpoints,
                 partition,
                 shared,
                 job.journal,
@@ -315,7 +313,6 @@ class _Synthesizer:
     def __init__(
         self,
         settings: SynthesizeSettings,
-        endpoints: Sequence[Endpoint],
         partition: str,
         shared: ray.ObjectRef,
         journal: JournalPlace,
@@ -331,7 +328,7 @@ class _Synthesizer:
             _settle_journal(journal, partition)  # its predecessor may have been on another node
         self._journal = open_journal(journal, replay, partition, settings.journal_upload_s, self._limiter.warn)
         table = prices.load(settings.prices)
-        self._client = ChatClient(endpoints, self._journal, self._limiter, table)
+        self._client = ChatClient(settings.endpoint, self._journal, self._limiter, table)
         self._breaker = CircuitBreaker(settings)
         self._complete = self._breaker.watch(leaving_out(self._client.complete, left_out))
         self._driver = DriverWatch(driver, self._limiter, self._client, self._journal)

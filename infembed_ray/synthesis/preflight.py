@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from infembed_ray.config.base import nearest
-from infembed_ray.config.llm import ChatModel, Endpoint, Limits
+from infembed_ray.config.llm import ChatModel, Limits
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import prices
 from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import run_in_thread
-from infembed_ray.llm.endpoint import api_key, missing_key_hint
+from infembed_ray.llm.endpoint import missing_key_hint
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.prices import PriceTable
@@ -48,15 +48,10 @@ class Job:
     """Key -> why a request must not be sent: no batch answered it (`batches.rest`)."""
 
     @property
-    def endpoints(self) -> list[Endpoint]:
-        """All endpoints, `endpoint` first."""
-        return [self.settings.endpoint, *self.settings.more_endpoints]
-
-    @property
     def has_key(self) -> bool:
-        """Whether some endpoint can be asked: its key is set, or it needs none."""
-        names = [endpoint.api_key_env for endpoint in self.endpoints]
-        return any(name is None or os.environ.get(name, "").strip() for name in names)
+        """Whether the endpoint can be asked: its key is set, or it needs none."""
+        name = self.settings.endpoint.api_key_env
+        return name is None or bool(os.environ.get(name, "").strip())
 
     @property
     def in_batches(self) -> bool:
@@ -138,11 +133,6 @@ def _check_batches(job: Job) -> None:
             f"batches=null: {len(waiting)} batches of an earlier run still wait to be collected; set batches={{}}, or "
             f"remove {waiting[0]} to pay for its requests again"
         )
-    if job.in_batches:
-        try:
-            api_key(job.settings.endpoint)  # the Batch API is asked only there
-        except RunFailure as failure:
-            raise InputError(str(failure)) from failure
 
 
 def check_settings(settings: SynthesizeSettings, table: PriceTable) -> None:

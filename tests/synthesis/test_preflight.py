@@ -81,8 +81,8 @@ def test_bad_settings_are_refused_in_one_line(seeds: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("url", ["localhost", "http://host:port/v1", "https://", "http://host/v1 ", "ftp://host/v1"])
 def test_an_endpoint_needs_a_url(tmp_path: Path, url: str) -> None:
     with pytest.raises(InputError) as error:
-        settings(tmp_path, tmp_path, more_endpoints=[{"base_url": url}])
-    assert [fault.setting for fault in error.value.faults] == ["more_endpoints.0.base_url"]
+        settings(tmp_path, tmp_path, endpoint={"base_url": url})
+    assert [fault.setting for fault in error.value.faults] == ["endpoint.base_url"]
 
 
 def test_batches_need_a_journal_on_a_disk(bucket: str, seeds: Path, tmp_path: Path) -> None:
@@ -92,13 +92,6 @@ def test_batches_need_a_journal_on_a_disk(bucket: str, seeds: Path, tmp_path: Pa
     given = settings(seeds, tmp_path / "out", **stored)
     check(resolve(given, SeedReader(given), prices.load()))
     assert "journal=s3://nowhere" in one_line(settings(seeds, tmp_path / "out", journal="s3://nowhere/journal"))
-
-
-def test_batches_need_the_key_of_their_own_endpoint(
-    no_key: None, seeds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = settings(seeds, tmp_path / "out", batches={}, more_endpoints=[{"api_key_env": None}])
-    assert "endpoint.api_key_env=OPENAI_API_KEY: not set" in one_line(given)
 
 
 def test_limits_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch, seeds: Path, tmp_path: Path) -> None:
