@@ -16,7 +16,7 @@ from infembed_ray.config.llm import Endpoint
 from infembed_ray.config.verbs import MAINTENANCE, PLANS, VERBS
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.llm.chat import RunFailure
-from infembed_ray.llm.endpoint import CHAT, Route, list_models, one_line
+from infembed_ray.llm.endpoint import Route, list_models, one_line
 from infembed_ray.llm.transport import Transport
 from infembed_ray.progress import say
 from infembed_ray.redaction import holds_credentials, masked
@@ -158,7 +158,7 @@ FAULTY = {
     "no =": "{}",
     "a key below a value": "seeds.{}=1",
     "broken YAML": "seeds=[{}",
-    "a nested list": "more_endpoints=[{{base_url: '{}'}}]",
+    "a nested list": "replay=[{{base_url: '{}'}}]",
     "a key of a mapping": "columns={{'{}': [a]}}",
     "a whole section": "endpoint={}",
 }
@@ -244,7 +244,7 @@ def test_no_transport_error_shows_the_password_of_a_proxy(variable, proxy, monke
     async def post():
         transport = Transport()
         try:
-            await transport.post(Route(endpoint, CHAT.path).target("m"), b"{}")
+            await transport.post(Route(endpoint).target("m"), b"{}")
         finally:
             await transport.close()
 

@@ -144,19 +144,18 @@ def cost(records: RecordSet) -> Section | None:
 
     Returns:
         Per part and in `total`: `rows`, tokens and `usd` (None without a price for every model); `usd_per_1000_kept` with the
-        cost of the lost rows; `calls` and `replayed` answers of the run; `latency_s`, percentile -> seconds.
+        cost of the lost rows; `calls` and `replayed` answers of the run; `mean_latency_s`.
     """
     every = [row for rows in records.provenance.values() for row in rows]
     if not every:
         return None
     parts = {name: _spent(rows) for name, rows in {**records.provenance, "total": every}.items()}
     usd = parts["total"]["usd"]
-    latencies = records.manifest.get("traffic", {}).get("latency_s", {})
     return parts | {
         "usd_per_1000_kept": 1000 * usd / len(records.kept) if records.kept and usd is not None else None,
         "calls": records.counts.get("calls"),
         "replayed": records.counts.get("replayed"),
-        "latency_s": {name: s for name, s in latencies.items() if s is not None},
+        "mean_latency_s": records.manifest.get("traffic", {}).get("mean_latency_s"),
     }
 
 

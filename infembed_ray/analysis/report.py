@@ -97,8 +97,8 @@ def _lines(report: Section) -> Iterator[tuple[str, str]]:
             yield f"{spent['total']['usd']:,.2f}", "USD"
         if spent["usd_per_1000_kept"] is not None:
             yield f"{spent['usd_per_1000_kept']:,.2f}", "USD per 1,000 kept records"
-        for name, seconds in list(spent["latency_s"].items())[-1:]:
-            yield f"{seconds:.2f}", f"{name} latency of the requests (s)"
+        if spent["mean_latency_s"] is not None:
+            yield f"{spent['mean_latency_s']:.2f}", "mean latency of the requests (s)"
 
 
 def _kappas(study: Section) -> Iterator[tuple[str, str]]:

@@ -173,7 +173,8 @@ def _endpoint(url: str) -> Iterator[str]:
     from infembed_ray.llm.endpoint import list_models
 
     try:
-        models = list_models(Endpoint(base_url=url, api_key_env=KEY if os.environ.get(KEY) else None))
+        key = KEY if os.environ.get(KEY) else None
+        models = list_models(Endpoint.from_mapping({"base_url": url, "api_key_env": key}))
     except RunFailure as failure:
         raise InputError(str(failure)) from failure
     yield f"has {', '.join(sorted(models)[:5])}" if models else "answers; it does not list its models"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from infembed_ray.config.base import Settings, runtime_field
+
+_URL = re.compile(r"https?://(\[[\da-fA-F:]+\]|[^\s/:?#]+)(:0*[1-9]\d*)?(/\S*)?")
 
 
 class ChatModel(Settings):
@@ -47,6 +50,13 @@ class Endpoint(Settings):
         "connection) before the run stops; also for a call about batches",
     )
 
+    @field_validator("base_url")
+    @classmethod
+    def _require_url(cls, url: str) -> str:
+        if not _URL.fullmatch(url):
+            raise ValueError("no URL; write it like https://host/v1")
+        return url
+
 
 class Limits(Settings):
     """Limits of all actors of a run together; null: unlimited."""
@@ -72,6 +82,6 @@ class Batches(Settings):
     poll_s: float = runtime_field(30.0, gt=0, description="seconds between two status requests for a batch")
     rest: Literal["stop", "dead_letter", "online"] = runtime_field(
         "stop",
-        description="requests that all attempts left unanswered: stop (print what they would cost online, and end the run), "
+        description="requests that all attempts left unanswered: stop (the run ends; a rerun batches them again), "
         "dead_letter (their rows become dead letters) or online (ask them at full price)",
     )

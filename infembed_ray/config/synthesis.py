@@ -39,7 +39,6 @@ class SynthesizeSettings(Settings):
     steps: dict[str, ChatModel] = Field({}, description="step -> its model, such as judge_positive: {model: gpt-5}")
     prompts: str | None = runtime_field(None, description="directory or URI of prompt files that replace bundled ones")
     endpoint: Endpoint = runtime_field(Endpoint(), description="serves the models")
-    more_endpoints: tuple[Endpoint, ...] = runtime_field((), description="further endpoints, which share the requests")
     batches: Batches | None = runtime_field(None, description="{}: the Batch API of `endpoint`; null: online")
     limits: Limits = runtime_field(Limits(), description="of all actors together")
     prices: str | None = runtime_field(None, description="path or URI of a YAML file like llm/prices.yaml")

@@ -91,5 +91,5 @@ def publish(output: Path, rows: Rows = ROWS, seeds: int | None = None) -> Path:
             "calls": 40,
             "replayed": 2,
         }
-        staging.facts = {"traffic": {"latency_s": {"p50": 0.5, "p90": 1.5, "p99": 4.25}}}
+        staging.facts = {"traffic": {"mean_latency_s": 4.25}}
     return output
