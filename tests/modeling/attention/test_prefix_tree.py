@@ -152,10 +152,10 @@ def alone(encoder, sequences):
     return torch.cat(vectors)
 
 
-def as_trees(encoder, sequences, batch_tokens=1 << 40):
+def as_trees(encoder, sequences, batch_tokens=1 << 40, flex=False):
     embeddings = [None] * len(sequences)
-    for rows, layout in prefix_tree.forests(sequences, batch_tokens):
-        for row, vector in zip(rows, encoder(layout), strict=True):
+    for rows, layout in prefix_tree.forests(sequences, batch_tokens, flex):
+        for row, vector in zip(rows, encoder(layout.to(encoder.device)), strict=True):
             embeddings[row] = vector
     return torch.stack(embeddings)
 
@@ -288,9 +288,9 @@ def train(rank, layouts, settings, directory):
     shared = []
     forests = prefix_tree.forests
 
-    def spy(sequences, batch_tokens):
+    def spy(sequences, *options):
         shared.append(len(sequences))
-        return forests(sequences, batch_tokens)
+        return forests(sequences, *options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_tree, "forests", spy)
