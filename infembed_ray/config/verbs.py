@@ -156,7 +156,7 @@ PLANS = {
         "plan train model=Qwen/Qwen2.5-7B precision=bf16 workers=8",
     ),
     "plan index": Verb(
-        "estimate types, memory, disk and build time of an index",
+        "estimate types, memory and disk of an index",
         "planning.index:plan",
         "planning:PlanIndexSettings",
         "plan index model=Qwen/Qwen2.5-7B passages=1000000",

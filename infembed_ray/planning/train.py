@@ -80,16 +80,10 @@ _WEIGHT_BYTES = 4
 
 @dataclass(frozen=True)
 class StepWork:
-    """One worker's part of a step; means over `_SAMPLES` batches.
+    """One worker's part of a step; means over `_SAMPLES` batches. `steps` are those of the run, `records` of all workers.
 
-    Attributes:
-        queries, passages: texts of a batch.
-        slots, tokens: positions of a step with and without padding; a shared prefix counts once.
-        graph_slots: maximum of the positions whose graphs exist at once.
-        passes: forward passes of a step.
-        flops: model FLOPs of a step, forward and backward.
-        steps: of the whole run.
-        records: of a step, all workers together.
+    `slots` and `tokens` are positions with and without padding, a shared prefix once; `graph_slots` is the maximum of those
+    whose graphs exist at once. `flops` are model FLOPs, forward and backward.
     """
 
     queries: float
@@ -105,13 +99,9 @@ class StepWork:
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """A training with the layout of its settings.
+    """A training with the layout of its settings; bytes of a GPU: all, at the peak of a step, and while the model is loaded.
 
-    Attributes:
-        gpu_memory: bytes that a GPU has.
-        memory: bytes of a GPU at the peak of a step.
-        start: bytes of a GPU while DeepSpeed loads the model.
-        usd: of the whole run; None without a price.
+    `usd` is the cost of the whole run; None without a price.
     """
 
     model: str
@@ -171,10 +161,7 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
 
 
 def tensor_memory(settings: TrainSettings, work: StepWork, size: ModelSize, saved: SavedBytes) -> StepMemory:
-    """Compute the memory of a worker's tensors at the peak of a step.
-
-    The graphs that exist at once are those of a batch, or of GradCache's largest pass; each has its own backward pass.
-    """
+    """Compute the memory of a worker's tensors at the peak of a step."""
     layer = work.graph_slots * saved.layer
     held = HeldActivations(work.graph_slots * saved.token, layer)
     if settings.activation_checkpointing:
@@ -204,11 +191,9 @@ def step_work(
     """Count the first worker's share of some steps.
 
     Args:
-        settings: of the run.
+        settings, device, dtype: of the run; the last two decide whether texts are packed.
         encoder: on the meta device.
-        device, dtype: of the run; they decide whether texts are packed.
-        records: to sample batches from.
-        number: of the records of an epoch.
+        records, number: records to sample batches from, and number of those of an epoch.
 
     Raises:
         InputError: a step has fewer records than there are workers.

@@ -22,8 +22,7 @@ from infembed_ray.ray_cluster import connect
 from infembed_ray.storage.places import address, place_of
 from infembed_ray.storage.run_state import recorded
 from infembed_ray.storage.steps import Published, Step, open_place, require_writable
-from infembed_ray.sweeps import table
-from infembed_ray.sweeps.table import TrialFigures
+from infembed_ray.sweeps.table import TrialFigures, as_markdown, measures_of
 from infembed_ray.sweeps.trials import Trial, combined, trials
 from infembed_ray.training.launch import run as train
 
@@ -43,8 +42,8 @@ def run(settings: SweepSettings) -> Published:
     require_writable(output, "output")
     connect()
     with recorded(output, "sweep", "sweep"):
-        places, figures = _run_trials(settings, planned)
-        markdown = table.as_markdown(figures)
+        figures = _run_trials(settings, planned)
+        markdown = as_markdown(figures)
         say(markdown)
         if failed := [trial for trial in figures if trial.failure is not None]:
             raise InputError.of(
@@ -53,25 +52,26 @@ def run(settings: SweepSettings) -> Published:
                 f"{len(failed)} of {len(planned)} trials failed, the first: {failed[0].failure}",
                 "run the same command again to retry them",
             )
-        step = Step("sweep", settings, settings.output, {name: place_of(place) for name, place in places.items()})
+        places = {trial.name: place_of(each.place) for trial, each in zip(planned, figures, strict=True)}
+        step = Step("sweep", settings, settings.output, places)
         if done := step.finished():
             return done
         with step.publish() as staging:
             (staging.path / TABLE).write_text(markdown, encoding="utf-8")
-            made = [results.read(place_of(place), name) for name, place in places.items()]
+            made = [results.read(place, name) for name, place in places.items()]
             results.write(staging.path, combined(planned, made))
             staging.counts = {"trials": len(planned)}
         return step.published()
 
 
-def _run_trials(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict[str, str], list[TrialFigures]]:
-    """Run all trials; return the places of the results of those that succeeded, by name, and the figures of all."""
+def _run_trials(settings: SweepSettings, planned: Sequence[Trial]) -> list[TrialFigures]:
+    """Run all trials, `concurrent` at once; return their figures in their order."""
     waiting = deque(planned)
     say(f"sweep: {counted(len(planned), 'trial')}, {settings.concurrent} at once")
     # Ray repeats a trial whose node was lost; an exception of a trial is its outcome.
     task = ray.remote(num_cpus=_DRIVER_CPUS, max_retries=settings.train.max_failures)(_run_trial)
     running: dict[ray.ObjectRef, Trial] = {}
-    ended: dict[str, tuple[str, str | None]] = {}
+    ended: dict[str, TrialFigures] = {}
     with track("sweep", len(planned)) as advance:
         while waiting or running:
             while waiting and len(running) < settings.concurrent:
@@ -80,33 +80,26 @@ def _run_trials(settings: SweepSettings, planned: Sequence[Trial]) -> tuple[dict
             (done,), _ = ray.wait(list(running))
             trial = running.pop(done)
             try:
-                ended[trial.name] = ray.get(done)
+                figures = ray.get(done)
             except ray.exceptions.RayError as error:  # its process was lost
-                ended[trial.name] = "", _cause(error)
-            advance(note=f"{trial.name}{' failed' if ended[trial.name][1] else ''}")
-    places, figures = {}, []
-    for trial in planned:
-        place, failure = ended[trial.name]
-        measures = {}
-        if failure is None:
-            places[trial.name] = place
-            measures = table.measures_of(results.read(place_of(place), trial.name).figures[trial.row])
-        figures.append(TrialFigures(trial.row, trial.model, trial.seed, measures, failure))
-    return places, figures
+                figures = _failed(trial, error)
+            ended[trial.name] = figures
+            advance(note=f"{trial.name}{' failed' if figures.failure else ''}")
+    return [ended[trial.name] for trial in planned]
 
 
-def _run_trial(trial: Trial) -> tuple[str, str | None]:
-    """Train and evaluate one trial on some node, as a driver does; return the place of its results, and why it failed."""
+def _run_trial(trial: Trial) -> TrialFigures:
+    """Train and evaluate one trial on some node, as a driver does."""
     try:
         model: RetrieverSettings | str | None = trial.untrained
         if trial.train is not None:
-            published = train(trial.train)
-            assert published is not None
-            model = _place_of(published, trial.train.output)
+            model = _place_of(train(trial.train), trial.train.output)
         done = evaluate(trial.evaluate.model_copy(update={"models": {trial.row: model}}))
-        return _place_of(done, trial.evaluate.output), None
+        place = _place_of(done, trial.evaluate.output)
+        measures = measures_of(results.read(place_of(place), trial.name).figures[trial.row])
+        return TrialFigures(trial.row, trial.model, trial.seed, measures, place=place)
     except Exception as error:  # the other trials continue, and the table shows the failure
-        return "", _cause(error)
+        return _failed(trial, error)
 
 
 def _place_of(published: Published, output: str) -> str:
@@ -114,8 +107,8 @@ def _place_of(published: Published, output: str) -> str:
     return address(place_of(output) / published.manifest["identity"])
 
 
-def _cause(error: BaseException) -> str:
-    """Return the innermost cause in one line, without Ray's wrappers."""
+def _failed(trial: Trial, error: BaseException) -> TrialFigures:
+    """Return the figures of a trial that failed, with the innermost cause in one line, without Ray's wrappers."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return in_one_line(error)[:300]
+    return TrialFigures(trial.row, trial.model, trial.seed, {}, in_one_line(error)[:300])

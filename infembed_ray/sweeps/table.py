@@ -11,13 +11,17 @@ _X100 = " x100"
 
 @dataclass(frozen=True)
 class TrialFigures:
-    """Figures of a trial: labels of its row and backbone, seed (None: untrained), name -> value, and why it failed."""
+    """Figures of a trial: labels of its row and backbone, seed (None: untrained), name -> value, and why it failed.
+
+    `place` is that of the results of its evaluation.
+    """
 
     row: str
     model: str
     seed: int | None
     measures: Mapping[str, float]
     failure: str | None = None
+    place: str = ""
 
 
 def measures_of(figures: Mapping[str, Mapping[str, float | None]]) -> dict[str, float]:
