@@ -46,13 +46,13 @@ class FlexTreeAttention:
         before, first = block < block.unsqueeze(1), (block * BLOCK).unsqueeze(1)  # (query blocks, key blocks)
         full = before & (by_block.amin(dim=1) >= first + BLOCK)
         partial = before & (by_block.amax(dim=1) > first) & ~full | torch.eye(len(block), dtype=torch.bool)
+        kv_blocks = *_indices(partial, device), *_indices(full, device)
         ends = on_device(ends, device)
 
         def ancestor(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (query < ends[key])
 
-        parts = [on_device(part[None, None], device) for blocks in (partial, full) for part in _indices(blocks)]
-        return cls(BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=BLOCK, mask_mod=ancestor), width)
+        return cls(BlockMask.from_kv_blocks(*kv_blocks, BLOCK_SIZE=BLOCK, mask_mod=ancestor), width)
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None, **options: Any
@@ -72,10 +72,10 @@ def flex_pays(device: torch.device) -> bool:
     return device.type == "cuda" and hasattr(dynamo, "recompile_limit")
 
 
-def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _indices(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the number of True blocks of each row, and their indices first in the row, as FlexAttention reads them."""
-    order = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-    return blocks.sum(dim=1, dtype=torch.int32), order.to(torch.int32)
+    order = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True).to(torch.int32)
+    return on_device(blocks.sum(dim=1, dtype=torch.int32)[None, None], device), on_device(order[None, None], device)
 
 
 @cache
