@@ -26,12 +26,7 @@ _SHAPES = 64
 
 @dataclass(frozen=True)
 class FlexTreeAttention:
-    """Attention along prefix trees in one row (an `Attend`), without dropout.
-
-    Attributes:
-        mask: block mask of the extended row, which all layers share.
-        width: tokens of the extended row.
-    """
+    """Attention along prefix trees in one row (an `Attend`), without dropout: the mask and width of the extended row."""
 
     mask: BlockMask
     width: int
