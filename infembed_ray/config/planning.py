@@ -30,9 +30,6 @@ class PlanTrainSettings(_WithoutFiles, TrainSettings):
     """
 
     gpu: str = Field("a100-80g", description="a GPU of planning/train.py")
-    gpu_usd_per_hour: float | None = Field(
-        None, ge=0, description="price of a GPU and its share of the node; null: no cost"
-    )
     epoch_records: int = Field(38_759, ge=1, description="records of an epoch")
     tokens: tuple[Tokens, Tokens, Tokens] = Field(
         (48, 11, 75),

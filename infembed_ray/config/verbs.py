@@ -150,7 +150,7 @@ MAINTENANCE = {
 
 PLANS = {
     "plan train": Verb(
-        "estimate memory, time and cost of a training",
+        "estimate memory and time of a training",
         "planning.train:plan",
         "planning:PlanTrainSettings",
         "plan train model=Qwen/Qwen2.5-7B precision=bf16 workers=8",

@@ -1,4 +1,4 @@
-"""`infembed plan train`: memory, time and cost of a training.
+"""`infembed plan train`: memory and time of a training.
 
 Batches are collated and laid out by the training's own code and counted; `planning.memory` computes the bytes. The time of a step
 is model FLOPs / (peak x MFU), with the FLOPs that activation checkpointing and GradCache repeat.
@@ -99,10 +99,7 @@ class StepWork:
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """A training with the layout of its settings; bytes of a GPU: all, at the peak of a step, and while the model is loaded.
-
-    `usd` is the cost of the whole run; None without a price.
-    """
+    """A training with the layout of its settings; bytes of a GPU: all, at the peak of a step, and while the model is loaded."""
 
     model: str
     gpus: int
@@ -114,7 +111,6 @@ class TrainPlan:
     start: float
     step_seconds: float
     hours: float
-    usd: float | None
 
     @property
     def fits(self) -> bool:
@@ -123,7 +119,7 @@ class TrainPlan:
 
 
 def plan(settings: PlanTrainSettings) -> TrainPlan:
-    """Compute memory, time and cost; nothing is run.
+    """Compute memory and time; nothing is run.
 
     Raises:
         InputError: the settings do not fit each other, the model or the GPUs.
@@ -144,7 +140,6 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
     repeated = 1 - 1 / work.passes if settings.grad_cache_tokens else 0.0
     repeated += settings.activation_checkpointing
     seconds = work.flops * (1 + repeated / 3) / ((peak_flops(name, dtype) or math.inf) * settings.mfu)
-    hours, price = seconds * work.steps / 3600, settings.gpu_usd_per_hour
     return TrainPlan(
         model=settings.model,
         gpus=settings.workers,
@@ -155,8 +150,7 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
         memory=memory,
         start=start_memory(size, settings.workers, deepspeed_config.deepspeed_config(settings)) + memory.framework,
         step_seconds=seconds,
-        hours=hours,
-        usd=None if price is None else hours * settings.workers * price,
+        hours=seconds * work.steps / 3600,
     )
 
 
@@ -281,7 +275,6 @@ def as_text(made: TrainPlan) -> str:
     work, size = made.work, made.size
     trained = f", {size.trained / 1e6:.1f} M trained" if size.trained < size.parameters else ""
     parts = [f"{f.name} {getattr(made.memory, f.name) / GIB:.1f}" for f in fields(made.memory)]
-    cost = "" if made.usd is None else f", {made.usd:,.0f} USD"
     remedy = "lower records_per_step, set grad_cache_tokens or activation_checkpointing, raise zero_stage or workers"
     return "\n".join(
         [
@@ -293,7 +286,7 @@ def as_text(made: TrainPlan) -> str:
             f"GiB of a GPU at the peak of a step: {', '.join(parts)}",
             f"memory: {made.memory.total / GIB:.1f} GiB at the peak, {made.start / GIB:.1f} GiB at the start, of "
             f"{made.gpu_memory / GIB:.1f}: {'fits' if made.fits else f'does not fit; {remedy}'}",
-            f"time: {made.step_seconds:.2f} s per step, {made.hours:.2f} h{cost}; set mfu from the log of a short run",
+            f"time: {made.step_seconds:.2f} s per step, {made.hours:.2f} h; set mfu from the log of a short run",
         ]
     )
 
