@@ -1,10 +1,4 @@
-"""`infembed plan index`: memory, disk and build time of an index, for each FAISS type.
-
-Memory is `retrieval.factory.memory`, FAISS's own layout. A shard of n vectors of d dimensions in L inverted lists builds in
-
-    2 c (10 s L + n A) / GEMM_FLOPS + n (GRAPH_BUILD_READS log2(n) vectors of a graph)
-    c dimensions after OPQ, s sampled vectors, A = L without a graph, d more for OPQ, 256 more for PQ
-"""
+"""`infembed plan index`: memory and disk of an index for each FAISS type, by FAISS's own layout (`retrieval.factory`)."""
 
 from __future__ import annotations
 
@@ -35,38 +29,24 @@ from infembed_ray.retrieval.work import work_root
 from infembed_ray.storage.dry_run import require_space, state
 from infembed_ray.storage.places import address, listing
 
-BUILD_THREADS = 16
-# Rates of one thread, measured on an AMD EPYC on 2026-11-23; GEMM_FLOPS and RANDOM_READ_S on 2026-11-22.
-GRAPH_BUILD_READS = 260
-"""Vectors compared to add one to a graph of n vectors (M 32, efConstruction 128), divided by log2(n)."""
-RANDOM_READ_S = 160e-9
-"""Seconds until the first byte of one of these vectors arrives."""
-GRAPH_BYTES_PER_S = 25e9
-"""Bytes of these vectors read per second."""
-GEMM_FLOPS = 50e9
-"""FLOP/s of fp32 matrix products: k-means."""
-KMEANS_ITERATIONS = 10
 _FLOAT = 4
 _TEXT_BYTES = 400 / 75
 """Bytes of a passage's text and metadata per token."""
 _PASSAGE_OVERHEAD = 56
 """Approximate bytes of a passage's id, its offsets in Arrow columns and its entry in the sorted ids."""
-_NUMBER = {"SQfp16": 2, "SQ8": 1}
-"""Bytes of a number in FAISS's scalar quantisers."""
 _PQ_CENTROIDS = 256
 _MILLION = 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardEstimate:
-    """One shard: bytes of memory and disk, `peak` bytes of the task that builds it, and hours with BUILD_THREADS threads."""
+    """One shard: bytes of memory and disk, and `peak` bytes of the task that builds it."""
 
     factory: str
     vectors: int
     memory: float
     disk: float
     peak: float
-    build_hours: float
 
 
 def estimate(
@@ -85,23 +65,15 @@ def estimate(
     lists = int(match[1]) if (match := re.search(r"IVF(\d+)", factory)) else 0
     rotated = re.search(r"(?:OPQ\d+_|PCAR?)(\d+)", factory)
     coded = int(rotated[1]) if rotated else dimension
-    quantized, graph = "PQ" in factory, "HNSW" in factory
     originals = 0 if holds_vectors else np.dtype(precision).itemsize * dimension
-    centroids = max(lists, _PQ_CENTROIDS if quantized else 0)
+    centroids = max(lists, _PQ_CENTROIDS if "PQ" in factory else 0)
     sample = min(vectors, factories.TRAINING_POINTS * max(centroids, _PQ_CENTROIDS)) if centroids else 0
-    assignment = (0 if graph else lists) + (dimension if rotated else 0) + (_PQ_CENTROIDS if quantized else 0)
-    seconds = 2 * coded * (KMEANS_ITERATIONS * sample * lists + vectors * assignment) / GEMM_FLOPS
-    if graph:
-        number = next((size for name, size in _NUMBER.items() if name in factory), _FLOAT)
-        read = RANDOM_READ_S + number * coded / GRAPH_BYTES_PER_S
-        seconds += vectors * GRAPH_BUILD_READS * math.log2(max(2, lists or vectors)) * read
     return ShardEstimate(
         factory=factory,
         vectors=vectors,
         memory=memory,
         disk=memory + vectors * (passage_bytes + _PASSAGE_OVERHEAD + originals),
         peak=memory + sample * _FLOAT * (dimension + (coded if rotated else 0)),
-        build_hours=seconds / BUILD_THREADS / 3600,
     )
 
 
@@ -160,11 +132,11 @@ def plan(settings: PlanIndexSettings) -> IndexPlan:
 
 def as_text(made: IndexPlan) -> str:
     """Format the plan for people."""
-    rows = [["", "type", "B/vector", "GiB", "disk", "peak", "h"]]
+    rows = [["", "type", "B/vector", "GiB", "disk", "peak"]]
     for shard in made.types:
         sizes = [_gib(size) for size in (shard.memory * made.shards, shard.disk * made.shards, shard.peak)]
         mark, each = ">" * (shard.factory == made.chosen), f"{shard.memory / shard.vectors:,.0f}"
-        rows.append([mark, shard.factory, each, *sizes, f"{shard.build_hours:,.2f}"])
+        rows.append([mark, shard.factory, each, *sizes])
     return "\n".join(
         [
             f"{made.model}: {made.dimension} dimensions; {made.passages:,} passages in shards={made.shards}",
@@ -172,7 +144,7 @@ def as_text(made: IndexPlan) -> str:
             *aligned(rows),
             "",
             "> what `infembed index` chooses. GiB: memory of all shards, one copy, while searched; disk: GiB of all shards;",
-            f"peak: GiB to build a shard; h: to build a shard with {BUILD_THREADS} threads (assumed).",
+            "peak: GiB to build a shard.",
         ]
     )
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from infembed_ray.cli.main import main
 from infembed_ray.config.planning import PlanIndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.planning import index
-from infembed_ray.planning.index import BUILD_THREADS, GEMM_FLOPS, estimate, plan
+from infembed_ray.planning.index import estimate, plan
 from infembed_ray.planning.memory import GIB
 from infembed_ray.retrieval import factory as factories
 
@@ -40,18 +39,6 @@ def test_sizes_of_a_seven_b_model_by_hand():
     assert half.disk == pytest.approx(half.memory + 10**7 * 456, rel=0.002)
     sample = factories.TRAINING_POINTS * 65536
     assert codes.peak == pytest.approx(codes.memory + 4 * (3584 + 1792) * sample)
-
-
-def test_build_seconds_by_hand():
-    vectors, lists, d = 10**6, 4096, 768
-    sample = factories.TRAINING_POINTS * lists
-    flops = 2 * d * lists * (10 * sample + vectors)
-    hours = flops / GEMM_FLOPS / BUILD_THREADS / 3600
-    assert estimate("IVF4096,Flat", d, vectors, 400).build_hours == pytest.approx(hours)
-    read = index.RANDOM_READ_S + 4 * d / index.GRAPH_BYTES_PER_S
-    graph = vectors * index.GRAPH_BUILD_READS * math.log2(vectors) * read / BUILD_THREADS / 3600
-    assert estimate("HNSW32", d, vectors, 400).build_hours == pytest.approx(graph)
-    assert estimate("Flat", d, vectors, 400).build_hours == 0
 
 
 @pytest.mark.parametrize("shards", [1, 4])

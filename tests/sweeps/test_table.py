@@ -2,7 +2,7 @@
 
 import statistics
 
-from infembed_ray.sweeps.table import TrialFigures, as_markdown, measures_of
+from infembed_ray.sweeps.distributed import TrialFigures, as_markdown, measures_of
 
 MEASURES = ("p-MRR x100", "nDCG@10 (I+,Q+)", "nDCG@10 (I-,Q+)", "nDCG@10 (I+,Q-)", "MAP@1000")
 
