@@ -57,7 +57,6 @@ class CompactSettings(Settings):
     """`infembed index compact`: an index + the changes since -> its next version."""
 
     index: IndexPath = runtime_field(description="output directory of `infembed index`, or one version in it")
-    memory_gib: float | None = Field(None, gt=0, description="new limit of a shard's memory (GiB); null: unchanged")
     keep_versions: int | None = runtime_field(
         None,
         ge=2,

@@ -95,7 +95,7 @@ def test_texts_with_any_characters_round_trip(tmp_path: Path) -> None:
     assert {hit.id: hit.text for hit in hits} == dict(zip("abcd", texts, strict=True))
 
 
-KINDS = ["Flat", "HNSW8", "IVF4,Flat", "IVF4,SQ8", "PCAR6,IVF4,PQ2x4", "HNSW8_SQ8", "HNSW8_SQfp16", "IVF4,SQfp16"]
+KINDS = ["Flat", "HNSW8", "IVF4,Flat", "IVF4,SQ8", "IVF4,RaBitQ", "HNSW8_SQ8", "HNSW8_SQfp16", "IVF4,SQfp16"]
 KINDS += ["IVF4,RaBitQ", "RR,IVF4,RaBitQfs2"]
 
 
