@@ -20,7 +20,7 @@ from infembed_ray.modeling import pretrained
 from infembed_ray.modeling.pretrained import cached, join, read_json, unloadable
 from infembed_ray.storage.object_store import Folder, convert_errors, is_uri
 from infembed_ray.storage.places import Place, fingerprint_files
-from infembed_ray.storage.steps import MANIFEST, STATES, open_input, resolve, resolve_input
+from infembed_ray.storage.steps import MANIFEST, STATES, find_input, resolve, resolve_input
 
 OWN_CONFIG = "infembed.json"
 ADAPTERS = "adapters"
@@ -72,7 +72,9 @@ def locate(model: str, setting: str, revision: str | None = None) -> Located:
 def find(model: str, setting: str, revision: str | None = None) -> Located:
     """As `locate`, without transformers: a hub name is not checked."""
     if is_uri(model):
-        return _find_stored(open_input(model, setting), setting)
+        stored = find_input(model, setting)
+        assert isinstance(stored, Folder)
+        return _find_stored(stored, setting)
     path = resolve(Path(model).expanduser().absolute()).resolve()
     if path.is_dir():
         for tower in _towers(str(path)):

@@ -34,7 +34,6 @@ _TEXT_BYTES = 400 / 75
 """Bytes of a passage's text and metadata per token."""
 _PASSAGE_OVERHEAD = 56
 """Approximate bytes of a passage's id, its offsets in Arrow columns and its entry in the sorted ids."""
-_PQ_CENTROIDS = 256
 _MILLION = 10**6
 
 
@@ -63,17 +62,14 @@ def estimate(
     fixed, each, holds_vectors = _sizes(factory, dimension, precision)
     memory = fixed + vectors * each
     lists = int(match[1]) if (match := re.search(r"IVF(\d+)", factory)) else 0
-    rotated = re.search(r"(?:OPQ\d+_|PCAR?)(\d+)", factory)
-    coded = int(rotated[1]) if rotated else dimension
     originals = 0 if holds_vectors else np.dtype(precision).itemsize * dimension
-    centroids = max(lists, _PQ_CENTROIDS if "PQ" in factory else 0)
-    sample = min(vectors, factories.TRAINING_POINTS * max(centroids, _PQ_CENTROIDS)) if centroids else 0
+    sample = min(vectors, factories.TRAINING_POINTS * max(lists, 256)) if lists else 0
     return ShardEstimate(
         factory=factory,
         vectors=vectors,
         memory=memory,
         disk=memory + vectors * (passage_bytes + _PASSAGE_OVERHEAD + originals),
-        peak=memory + sample * _FLOAT * (dimension + (coded if rotated else 0)),
+        peak=memory + sample * _FLOAT * dimension,
     )
 
 
@@ -116,7 +112,7 @@ def plan(settings: PlanIndexSettings) -> IndexPlan:
     chosen = factories.choose(
         vectors, dimension, settings.memory_gib, settings.shards, settings.factory, settings.vectors
     )
-    types = [] if settings.factory else factories.candidates(vectors, dimension, settings.vectors)
+    types = [] if settings.factory else factories.candidates(vectors, settings.vectors)
     return IndexPlan(
         model=settings.model,
         dimension=dimension,
@@ -172,10 +168,10 @@ def describe(settings: IndexSettings) -> Iterator[str]:
     if (yield from state(step, work)):
         yield f"its files are not read; `infembed index verify {address(step.remote or step.path)}` does"
         return
-    (passages, more), encoder = check_all(
+    passages, encoder = check_all(
         lambda: count_passages(corpus, settings.columns, settings.metadata), lambda: check_model(settings, model)
     )
-    yield f"passages: {'at least ' if more else ''}{passages:,} of {corpus}"
+    yield f"passages: {passages:,} of {corpus}"
     each = math.ceil(passages / settings.shards)
     build = choose_build(settings, [each], encoder.dimension)
     yield f"shards: {settings.shards} of {build.factory}, {each:,} passages each on average, {encoder.dimension} dimensions"
@@ -183,14 +179,14 @@ def describe(settings: IndexSettings) -> Iterator[str]:
     text = sum(size for file in data_files(corpus, "corpus") for size in listing(file).values())
     shard = estimate(build.factory, encoder.dimension, each, -(-text // passages), precision=settings.vectors)
     encoded = passages * encoder.dimension * (2 if settings.vectors == "float16" else 4)
-    if not more and isinstance(work, Path):
+    if isinstance(work, Path):
         yield require_space(step, settings.shards * shard.disk + encoded + 2 * text, work)
 
 
 def _describe_in_engine(settings: IndexSettings) -> Iterator[str]:
     engine, local = prepare_engine(settings)
     corpus, _, step = prepare(local)
-    passages, more = count_passages(corpus, settings.columns, settings.metadata)
-    yield f"passages: {'at least ' if more else ''}{passages:,} of {corpus}"
+    passages = count_passages(corpus, settings.columns, settings.metadata)
+    yield f"passages: {passages:,} of {corpus}"
     there = any(version.id == step.identity for version in engine.versions())
     yield f"output {engine.address}: version {step.identity} {'exists already' if there else 'would be built'}"
