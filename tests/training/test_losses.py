@@ -103,6 +103,29 @@ def test_losses_of_random_vectors_match_the_official_code():
         assert loss("multi") == pytest.approx(multi_once, abs=1e-4)
 
 
+@pytest.mark.parametrize("variables", ["P,IQ", "P,I", "I,IQ", "P,I,IQ"])
+def test_uni_matches_official_map_add_and_multi_once_official_map(variables):
+    """`map_add` adds cross-entropies of whole matrices; `map` concatenates them with the positive masked in all but one."""
+    torch.manual_seed(1)
+    queries, passages, instructed = unit(12, 32), unit(12, 32), unit(12, 6, 32)
+    instructed[:, 0] = queries
+    positive, negatives = from_pairs(queries @ passages.T, torch.einsum("bd,bnd->bn", passages, instructed))
+    rows, first = torch.arange(12), torch.zeros(12, dtype=torch.long)
+    chosen = [
+        (negatives[v].similarities / 0.05, first if v == "I" else rows)
+        for v in ("P", "IQ", "I")
+        if v in variables.split(",")
+    ]
+    added = sum(torch.nn.functional.cross_entropy(matrix, label) for matrix, label in chosen)
+    uni = marginal_loss(Objective.parse(f"uni{{{variables}}}"), positive, negatives, 0.05)
+    torch.testing.assert_close(uni, added)
+    (head, label), *others = chosen
+    masked = [matrix.scatter(1, where.unsqueeze(1), -torch.inf) for matrix, where in others]
+    joint = torch.nn.functional.cross_entropy(torch.cat([head, *masked], dim=1), label)
+    multi = marginal_loss(Objective.parse(f"multi{{{variables}}}"), positive, negatives, 0.05)
+    torch.testing.assert_close(multi, joint)
+
+
 @pytest.mark.parametrize(
     ("objective", "partition", "factor"), [("multi{P,IQ}", "joint", 1), ("uni{P,IQ}", "per_direction", 2)]
 )
@@ -132,6 +155,15 @@ def test_row_without_negatives_has_zero_loss_and_finite_gradient():
         assert loss.item() == pytest.approx(0.0, abs=1e-6)
         assert torch.isfinite(positive.grad).all()
         assert torch.isfinite(similarities.grad).all()
+
+
+def test_uni_and_multi_are_equal_for_one_variable():
+    positive, negatives, _ = random_case(seed=5, rows=4, width=5)
+    for variable in ("P", "I", "IQ"):
+        uni, multi = (
+            marginal_loss(Objective(kind, (variable,)), positive, negatives, 0.05) for kind in ("uni", "multi")
+        )
+        torch.testing.assert_close(uni, multi)
 
 
 @pytest.mark.parametrize("name", ["multy{P,I}", "multi{P,Q}", "uni{}", "multi", "uni{P,P}", "nce{P}", "uni{PIQ}"])
