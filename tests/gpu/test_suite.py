@@ -99,7 +99,7 @@ def test_without_a_device_every_case_fails_and_says_so(made, tmp_path, capsys):
     assert "torch finds no CUDA device" in lines["passes"][0]["error"]
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_the_quick_cases_pass_in_tiny_shapes_on_a_cpu(tmp_path, capsys):
     check_tiny(QUICK, tmp_path, capsys, skipped={"qlora"})
 
