@@ -1,4 +1,4 @@
-"""The supervisor's verdict on a new release, and what an ingress replica makes of it; `test_probes` runs both on Ray Serve."""
+"""The supervisor's verdict on a new release, and what an ingress replica makes of it."""
 
 from __future__ import annotations
 
