@@ -15,7 +15,7 @@ import pytest
 
 from infembed_ray import client as client_module
 from infembed_ray.client import ApiError, AsyncClient, Client, Document, Unreachable
-from tests.serving.debug import CARD, DIMENSION, DebugService, debug_embed, listening
+from tests.serving.debug import CARD, DebugService, debug_embed, listening
 from tests.serving.http.clients import make_app
 
 URL = "http://search.test"
@@ -76,20 +76,6 @@ def test_searches(client: Any) -> None:
     assert answer.explanation is None
 
 
-def test_an_explained_search(client: Any) -> None:
-    answer = client.search("q", "For A, not B.", top_k=2, explain=True)
-    assert [phrase.text for phrase in answer.explanation.phrases] == ["For A,", "not B."]
-    for hit, passage in zip(answer.hits, answer.explanation.passages, strict=False):
-        without = [vector(f"query: {i} q") @ vector(hit.text) for i in ("not B.", "For A,")]
-        assert (passage.id, passage.score) == (hit.id, pytest.approx(hit.score, abs=1e-6))
-        assert passage.effects == pytest.approx([hit.score - score for score in without], abs=1e-6)
-        plain = [other.id for other in client.search("q").hits]
-        assert passage.rank_without == plain.index(hit.id) + 1
-    assert [passage.rank for passage in answer.explanation.passages][:2] == [1, 2]
-    with pytest.raises(ApiError, match="explain: there is no instruction"):
-        client.search("q", explain=True)
-
-
 @pytest.mark.parametrize("id", ["a/../ü b?", ".."])
 def test_documents(client: Any, id: str) -> None:
     document = Document(id, "text", {"year": 2021, "draft": None})
@@ -100,11 +86,6 @@ def test_documents(client: Any, id: str) -> None:
     assert client.document(document.id) is None
 
 
-def test_models(client: Any) -> None:
-    (model,) = client.models()
-    assert (model.id, model.dimension, model.metadata, model.writable) == ("debug", DIMENSION, CARD.metadata, True)
-
-
 def test_a_rejected_request_raises_the_servers_message_at_once(client: Any) -> None:
     with pytest.raises(ApiError, match="did you mean year") as refusal:
         client.search("q", filter={"yeer": 1})
@@ -112,12 +93,6 @@ def test_a_rejected_request_raises_the_servers_message_at_once(client: Any) -> N
     assert f"(request {refusal.value.request_id})" in str(refusal.value)
     with pytest.raises(TypeError, match="must be a list of texts"):
         client.embed("one text")
-
-
-def test_a_key_read_from_a_file_may_end_with_a_line_break(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Client(url, "key\n", timeout_s=1).models()
-    monkeypatch.setenv("INFEMBED_API_KEY", "key\n")
-    assert Client(url, timeout_s=1).models()
 
 
 def test_the_key_may_come_from_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,16 +184,6 @@ def test_retries_of_an_unreachable_server_end_within_the_timeout_with_the_reason
     assert isinstance(failure.value.__cause__, httpx2.ConnectError)
     assert len(asked) > 3
     assert sum(pauses) < 10
-
-
-def test_the_async_client_retries() -> None:
-    answers = iter([full(), httpx2.Response(503, json={}), models()])
-
-    async def ask() -> Any:
-        async with AsyncClient(URL, transport=httpx2.MockTransport(lambda _: next(answers))) as client:
-            return await client.models()
-
-    assert asyncio.run(ask())[0].id == "debug"
 
 
 @pytest.mark.parametrize("answer", [httpx2.Response(200, text="<html>"), httpx2.Response(200, json={"data": [{}]})])

@@ -38,14 +38,11 @@ LIMITED_PATHS = ("/v1/search", "/v1/embeddings", "/v1/documents")
 MAX_LIMIT = 256
 """Maximum limit: by Little's law enough for 1,000 requests/s that each take 250 ms."""
 MIN_LIMIT = 8
-"""Minimum limit."""
 RECOVERY_S = 8.0
 """Seconds without overload in which the limit grows from its minimum to its maximum."""
 _KEY_LIMIT_HEADER = KEY_LIMIT_HEADER.lower().encode()
 API_HEADER = b"x-content-type-options"
 """A header on every answer of the API and on none of Serve's own."""
-SERVE_PREFIX = "/-/"
-"""Prefix of Serve's own paths."""
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +231,7 @@ class ApiErrors:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on; pass an answer of the API on, or answer an error of Serve's own as the API reports it."""
-        if scope["type"] != "http" or scope["path"].startswith(SERVE_PREFIX):
+        if scope["type"] != "http" or scope["path"].startswith("/-/"):  # Serve's own paths
             return await self._app(scope, receive, send)
         begun = gone = False
         status = 500

@@ -12,7 +12,6 @@ from ray import serve
 from ray.serve.context import _get_global_client
 
 from infembed_ray.config.serving import ServeSettings
-from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.serving import distributed
 from infembed_ray.serving.distributed import run, serving
 from infembed_ray.serving.http.auth import new_key
@@ -130,32 +129,3 @@ def test_an_upgrade_of_one_collection_fails_no_request_and_restarts_no_other_par
     assert release.collections["news"].index.application not in serve.status().applications
     printed = capsys.readouterr().out
     assert f"from index {Path(settings.index).name}, news {other.name}" in printed
-
-
-@pytest.mark.slow
-def test_a_collection_of_another_encoder_gets_an_encoder_of_its_own_and_leaves_with_it(
-    api: str, key: dict[str, str], settings: ServeSettings, root: Path, minilm: str
-) -> None:
-    encoder = InstructionEncoder.from_pretrained(minilm)
-    next(encoder.backbone.parameters()).data.mul_(1.5)
-    encoder.save_pretrained(root / "legal")
-    law = publish_index(root / "law", str(root / "legal"), AGAIN, shards=1)
-    before = replicas()
-    with_law = settings.model_copy(update={"collections": {"law": str(law)}})
-    run(with_law)
-    query, text = "diabetes", "Only guidelines written for clinicians."
-    expected = encoder.encode_queries([query], [text]) @ encoder.encode_passages(list(AGAIN.values())).T
-    status, answer, _ = ask(
-        f"{api}/v1/collections/law/search", {"query": query, "instruction": text, "top_k": 3}, **key
-    )
-    assert (status, answer["model"]) == (200, "legal")
-    assert [hit["score"] for hit in answer["hits"]] == pytest.approx(sorted(expected[0], reverse=True)[:3], abs=1e-4)
-    assert [card["id"] for card in ask(f"{api}/v1/models", **key)[1]["data"]] == [Path(minilm).name, "legal"]
-    made = ask(f"{api}/v1/embeddings", {"input": query, "model": "legal"}, **key)[1]["data"][0]["embedding"]
-    assert made == pytest.approx(encoder.encode_passages([query])[0].tolist(), abs=1e-4)
-    run(settings.model_copy(update={"collections": {}}))
-    alone = Plan.resolve(settings.model_copy(update={"collections": {}})).release
-    after = replicas()
-    assert set(after) == {APPLICATION, *alone.parts}
-    assert {name: after[name] for name in alone.parts} == {name: before[name] for name in alone.parts}
-    assert ask(f"{api}/v1/collections/law/search", {"query": "x"}, **key)[0] == 404

@@ -361,8 +361,3 @@ def test_errors_of_serve_get_the_apis_shape_and_retry_after(theirs: int, ours: i
 def test_paths_of_serve_pass_unchanged() -> None:
     answer = asked(lambda: PlainTextResponse("success", 404), "/-/healthz")
     assert (answer.status_code, answer.text) == (404, "success")
-
-
-def test_the_body_is_read_before_admission() -> None:
-    innermost_first = [ApiErrors, AdmissionControl, module.BodyReader]
-    assert [middleware.cls for middleware in middlewares()] == innermost_first

@@ -70,10 +70,6 @@ def test_the_longest_instruction_that_is_explained_takes_no_time() -> None:
     assert time.process_time() - start < 5  # quadratic backtracking would take minutes
 
 
-def test_the_instruction_without_its_only_phrase_is_none() -> None:
-    assert variants("  clinicians ", phrases_of("  clinicians ")) == ["  clinicians ", None, None]
-
-
 def test_effects_by_hand() -> None:
     phrases = phrases_of("For clinicians: no tips.")
     scores = {

@@ -120,14 +120,6 @@ def test_a_copy_of_the_encoder_is_the_same_release(settings: ServeSettings, tmp_
         assert there.fingerprint == here.fingerprint
 
 
-def test_a_copy_of_the_served_index_is_another_release(settings: ServeSettings, tmp_path: Path) -> None:
-    copy = tmp_path / "copy" / Path(settings.index).name
-    shutil.copytree(Path(settings.index), copy)
-    here, there = (Plan.resolve(s) for s in (settings, settings.model_copy(update={"index": str(copy)})))
-    assert here.release.default.card.index_version == there.release.default.card.index_version
-    assert here.release.fingerprint != there.release.fingerprint  # else `serve` would have nothing to do
-
-
 @pytest.mark.parametrize(
     ("given", "digest", "name"),
     [
@@ -170,24 +162,6 @@ def test_shards_on_gpus_need_faiss_gpu(index: str, monkeypatch: pytest.MonkeyPat
 
 def with_collections(settings: ServeSettings, **places: str) -> ServeSettings:
     return ServeSettings.model_validate({**settings.model_dump(), "collections": places})
-
-
-def test_the_fingerprint_changes_with_each_collection_and_its_name(
-    settings: ServeSettings, news: str, foreign: tuple[str, str]
-) -> None:
-    def fingerprint(**places: str) -> str:
-        return Plan.resolve(with_collections(settings, **places)).release.fingerprint
-
-    assert fingerprint(news=news) == fingerprint(news=news)
-    fingerprints = {
-        fingerprint(),
-        fingerprint(news=news),
-        fingerprint(sport=news),
-        fingerprint(news=foreign[1]),
-        fingerprint(news=news, law=foreign[1]),
-        fingerprint(news=foreign[1], law=news),
-    }
-    assert len(fingerprints) == 6
 
 
 def test_every_encoder_is_started_once_and_reserves_resources(

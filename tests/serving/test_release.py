@@ -43,15 +43,3 @@ def test_an_encoder_is_identified_by_its_fingerprint_wherever_it_is() -> None:
         for model, fingerprint in (("/here", "f"), ("s3://there", "f"), ("/here", "e"))
     )
     assert here == there != other
-
-
-def test_arguments_round_trip_through_the_config_file() -> None:
-    for arguments in (
-        EncoderArguments(
-            model="model", fingerprint="f" * 16, settings=SETTINGS.model_copy(update={"gpus_per_encoder": 0.5})
-        ),
-        IndexArguments(index="/index/v1", version="v1", settings=SETTINGS),
-        ApiArguments(locked=True, settings=SETTINGS),
-    ):
-        written = arguments.model_dump(mode="json", exclude_defaults=True)
-        assert type(arguments).model_validate(written) == arguments

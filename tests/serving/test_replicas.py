@@ -15,22 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
-import ray
-from fastapi.testclient import TestClient
-from ray.cluster_utils import Cluster
 
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval import shard_files
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shard_files import FileChecksums, ShardFacts
-from infembed_ray.retrieval.shards import shard_of
-from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
-from infembed_ray.serving.distributed import serving
 from infembed_ray.serving.encoder.batching import Counters, Embedded
-from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.release import ApiArguments, IndexArguments, ReleaseSpec
 from infembed_ray.serving.replicas import EncoderReplica, Ingress, MetricsReporter, ShardSearch, encoder_metrics
 from infembed_ray.serving.routing.encoder_calls import EncoderInputs
@@ -38,11 +30,7 @@ from infembed_ray.storage.object_store import SCRATCH, Folder
 from infembed_ray.storage.steps import output_files
 from tests.retrieval.test_index import write_index
 from tests.retrieval.vectors import unit_vectors
-from tests.serving.http_client import under_load
-from tests.serving.indexes import PASSAGES
 from tests.serving.routing.test_blue_green import World
-from tests.support.ports import free_port
-from tests.support.waiting import wait_until
 
 SETTINGS = ServeSettings(index="index")
 
@@ -97,16 +85,6 @@ def test_an_ingress_replica_without_the_configured_keys_does_not_start(monkeypat
     replica: Any = Ingress.__mro__[1]  # without Serve's wrapper
     with pytest.raises(RuntimeError, match="would be open"):
         replica(ApiArguments(locked=True, settings=SETTINGS), None)
-
-
-def test_an_ingress_without_a_release_answers_503(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("INFEMBED_API_KEYS", raising=False)
-    replica: Any = Ingress.__mro__[1]  # without Serve's wrapper
-    ingress = replica(ApiArguments(locked=False, settings=SETTINGS), None)
-    with TestClient(ingress.__serve_build_asgi_app__(), base_url="http://127.0.0.1") as client:
-        answers = [client.get("/readyz"), client.post("/v1/search", json={"query": "a"})]
-    assert [answer.status_code for answer in answers] == [503, 503]
-    assert asyncio.run(ingress.served())[1] is None
 
 
 @pytest.fixture
@@ -204,74 +182,3 @@ def test_metrics_of_an_ingress_show_its_query_caches_and_collections(tmp_path: P
     assert value("infembed_query_cache_bytes") == 9
     labels = {"collection": "index", "release": spec.fingerprint, "index_version": "v1"}
     assert value("infembed_collection_info", labels | {"application": spec.default.index.application}) == 1
-
-
-@pytest.mark.ray
-def test_every_node_copies_only_its_own_shards_from_an_object_store(
-    index: str, minilm: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = Folder.open(f"{bucket}/served", "index")
-    for file in output_files(Path(index)):
-        store.upload(file, f"{Path(index).name}/{file.relative_to(index).as_posix()}")
-    store.write("latest", Path(index).name)
-    monkeypatch.setenv(SCRATCH, str(tmp_path / "driver"))
-    plan = Plan.resolve(ServeSettings(index=store.uri, model=minilm))
-    assert copied(tmp_path / "driver") == []
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20})
-    try:
-        for number in range(2):  # a node has room for one shard, and directories of its own
-            own = {SCRATCH: str(tmp_path / f"node-{number}")}
-            cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20, env_vars=own)
-        ray.init(cluster.address, log_to_driver=False)
-        shards = [ray.remote(num_cpus=1)(ShardSearch).remote(plan.release.default.index, number) for number in range(2)]
-        for id, text in PASSAGES.items():
-            assert ray.get(shards[shard_of(id, 2)].document.remote(id)).text == text
-        changes = ChangeLog(
-            Folder.open(plan.release.default.changes, "changes"),
-            {"year": "integer"},
-            plan.release.default.card.dimension,
-            2,
-        )
-        changes.append([Delete(id) for id in PASSAGES])
-        wait_until(lambda: not any(ray.get([shards[shard_of(id, 2)].document.remote(id) for id in PASSAGES])))
-        other = plan.release.default.index.model_copy(update={"version": "another"})
-        for shard in shards:
-            ray.kill(shard)
-        with pytest.raises(ray.exceptions.RayActorError, match=r"InputError: index=.* start `serve` again"):
-            ray.get(ray.remote(num_cpus=1)(ShardSearch).remote(other, 0).ready.remote())
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-    nodes = [copied(tmp_path / f"node-{number}") for number in range(2)]
-    assert [len(shards) for shards in nodes] == [1, 1]
-    assert nodes[0] != nodes[1]
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_replicas_that_answer_a_proxy_of_a_lost_node_go_on(settings: ServeSettings) -> None:
-    store = {"object_store_memory": 80 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **store})
-    try:
-        node = cluster.add_node(num_cpus=2, **store)
-        ray.init(cluster.address, log_to_driver=False)
-        twice = {"ingress_replicas": 2, "encoder_replicas": 2, "shard_replicas": 2, "cpus_per_shard": 0.1}
-        with serving(settings.model_copy(update={**twice, "port": free_port()})) as url, under_load(url, 16) as answers:
-            wait_until(lambda: len(answers) > 200)
-            raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-            everything = raylet.children(recursive=True)
-            cluster.remove_node(node, allow_graceful=False)
-            for process in everything:
-                process.kill()
-            killed = len(answers)
-            wait_until(lambda: len(answers) > killed + 500)
-            assert sum(entry["Alive"] for entry in ray.nodes()) == 2, "Ray has noticed the loss only after 10 s"
-            assert Counter(answer.status for answer in answers[killed:])[200] > 400
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-
-
-def copied(scratch: Path) -> list[str]:
-    """Return the names of the shards that were copied from an object store: their checksums."""
-    return [path.parent.name for path in scratch.glob("shards/*/index.faiss")]

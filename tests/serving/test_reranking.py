@@ -82,14 +82,6 @@ def test_what_the_api_does_with_the_scores_starts_no_other_reranker(encoder: str
     assert resolved(encoder, kind="late_interaction", cpus=2.0).application != first.application
 
 
-def test_arguments_round_trip_through_the_config_file(encoder: str, classifier: str) -> None:
-    for made in (
-        resolved(encoder, kind="late_interaction"),
-        resolved(encoder, kind="cross_encoder", model=classifier),
-    ):
-        assert RerankerArguments.model_validate(made.model_dump(mode="json", exclude_defaults=True)) == made
-
-
 @pytest.mark.parametrize(
     ("rerank", "setting"),
     [

@@ -5,14 +5,12 @@ import base64
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from infembed_ray.serving.encoder.batching import Embedded
 from infembed_ray.serving.http.routes import _embeddings_json
-from infembed_ray.serving.schema import EmbeddingsRequest, EmbeddingsResponse, SearchRequest
+from infembed_ray.serving.schema import EmbeddingsRequest, EmbeddingsResponse
 
 
 def request(**fields: Any) -> EmbeddingsRequest:
@@ -25,12 +23,6 @@ def answer(vectors: np.ndarray, asked: EmbeddingsRequest) -> EmbeddingsResponse:
     read = EmbeddingsResponse.model_validate_json(body, strict=True)
     assert read.model == 'a "model"'
     return read
-
-
-@given(st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=5))
-def test_inputs_are_kept_in_order(inputs: list[str]) -> None:
-    assert request(input=inputs).texts() == (inputs, None)
-    assert request(input=inputs[0], instruction="I").texts() == ([inputs[0]], ["I"])
 
 
 @given(st.integers(1, 5), st.integers(1, 32), st.integers(1, 32), st.integers(0, 2**32 - 1))
@@ -55,10 +47,3 @@ def test_both_encodings_are_the_same_float32_unit_vectors(n: int, d: int, dimens
 def test_a_vector_whose_kept_components_are_zero_stays_finite() -> None:
     vanished = answer(np.array([[0, 1]], dtype=np.float32), request(dimensions=1))
     assert vanished.data[0].embedding == [0.0]
-
-
-def test_misspelt_fields_are_rejected() -> None:
-    with pytest.raises(ValidationError):
-        request(instuction="I")
-    with pytest.raises(ValidationError):
-        SearchRequest.model_validate({"query": "q", "k": 5})

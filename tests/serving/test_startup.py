@@ -22,11 +22,6 @@ def test_only_the_function_runs_at_the_lowest_priority() -> None:
     assert niceness() == before
 
 
-def test_what_the_function_raises_is_raised() -> None:
-    with pytest.raises(ZeroDivisionError):
-        startup.in_background(lambda: 1 // 0)
-
-
 @pytest.mark.integration
 def test_a_replica_without_a_model_imports_neither_torch_nor_pandas() -> None:
     code = (

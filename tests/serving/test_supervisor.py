@@ -1,4 +1,4 @@
-"""The supervisor's verdict on a new release, and what an ingress replica makes of it; `test_probes` runs both on Ray Serve."""
+"""The supervisor's verdict on a new release, and what an ingress replica makes of it."""
 
 from __future__ import annotations
 
@@ -223,10 +223,3 @@ def test_the_release_of_another_command_and_a_newer_latest_version_are_left_alon
         (latest.parent / places["index"][1].name).unlink()
     assert api.compacted == []
     assert "is the latest version" in caplog.text
-
-
-def test_null_turns_it_off(api: Api) -> None:
-    off = Api(api.release, {}, compact_at=None)
-    off.changed = {"index": 1e9}
-    off.look()
-    assert off.compacted == []

@@ -91,11 +91,9 @@ class EncodingEngine:
     async def embed(
         self, texts: Sequence[str], instructions: Sequence[str | None] | None, timeout_s: float | None = None
     ) -> Embedded:
-        """Embed texts, at least one.
+        """Embed texts, at least one, within a time (None: no limit).
 
-        Args:
-            instructions: one per query, None for a query without one; None: the texts are passages.
-            timeout_s: time-out of the request; None: no limit.
+        `instructions` has one per query, None for a query without one; None: the texts are passages.
 
         Raises:
             QueueFull, DeadlineExceeded: as `BatchingEngine.embed`.

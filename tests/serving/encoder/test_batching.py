@@ -214,15 +214,6 @@ def test_cached_tokens_do_not_count_for_batches() -> None:
     asyncio.run(run())
 
 
-def test_a_model_that_drops_a_row_is_an_error() -> None:
-    async def run() -> None:
-        engine = BatchingEngine(lambda sequences: debug_embed(sequences)[:-1])
-        with pytest.raises(ValueError, match="zip"):
-            await engine.embed([sequence(2), sequence(3)])
-
-    asyncio.run(run())
-
-
 def test_a_request_that_would_wait_too_long_is_rejected_and_the_next_is_not() -> None:
     async def run() -> None:
         model = Model()

@@ -23,24 +23,6 @@ def client() -> TestClient:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "texts"),
-    [
-        ("ab", ["ab"]),
-        (["ab", "c", "ab"], ["ab", "c", "ab"]),
-    ],
-)
-def test_both_forms_of_input(client: TestClient, inputs: Any, texts: list[str]) -> None:
-    answer = client.post("/v1/embeddings", json={"input": inputs, "model": "debug"})
-    assert answer.status_code == 200
-    body = answer.json()
-    assert (body["object"], body["model"]) == ("list", "debug")
-    assert [(item["object"], item["index"]) for item in body["data"]] == [("embedding", i) for i in range(len(texts))]
-    np.testing.assert_allclose([item["embedding"] for item in body["data"]], [vector(t) for t in texts], rtol=1e-6)
-    length = sum(len(t) for t in texts)
-    assert body["usage"] == {"prompt_tokens": length, "total_tokens": length}
-
-
-@pytest.mark.parametrize(
     ("extra", "text"),
     [
         ({}, "ab"),
@@ -104,19 +86,6 @@ def test_an_explanation_has_ranks_scores_and_the_effects_of_phrases(client: Test
         assert (passage["score"], passage["score_without"]) == pytest.approx((whole, none), abs=1e-6)
         assert passage["rank"] == (ranked.index(id) + 1 if id in ranked else None)
         assert passage["rank_without"] == plain.index(id) + 1
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"query": "a"}, "explain: there is no instruction"),
-        ({"query": "a", "instruction": "I", "top_k": 21}, "explain: top_k=21; ask for up to 20 hits"),
-    ],
-)
-def test_what_cannot_be_explained_is_refused(client: TestClient, body: Any, message: str) -> None:
-    error = refused(client.post("/v1/search", json=body | {"explain": True}), 400)
-    assert error["message"].startswith(message)
-    assert error["param"] == "explain"
 
 
 def test_a_filter_selects_hits_by_their_metadata(client: TestClient) -> None:
@@ -183,36 +152,27 @@ def test_a_bulk_delete_ignores_unknown_ids() -> None:
 
 
 @pytest.mark.parametrize(
-    ("document", "message"),
+    ("document", "fault"),
     [
-        ({"id": "", "text": "t"}, "documents.0.id: String should have at least 1 character"),
-        ({"id": "x" * 1001, "text": "t"}, "documents.0.id: String should have at most 1000 characters"),
-        ({"id": 1, "text": "t"}, "documents.0.id: Input should be a valid string"),
-        ({"id": "a"}, "documents.0.text: Field required"),
-        ({"id": "a", "text": " "}, "documents.0.text: must not be empty"),
-        ({"id": "a", "text": "x" * (schema.MAX_CHARACTERS + 1)}, "documents.0.text: String should have at most 100000"),
-        ({"id": "a", "text": "t", "title": "x"}, "documents.0.title: no such field"),
-        (
-            {"id": "a", "text": "t", "metadata": {"yeer": 1}},
-            "documents.0.metadata: no field 'yeer'; the index has year",
-        ),
-        ({"id": "a", "text": "t", "metadata": {"year": "2021"}}, "documents.0.metadata.year: must be a whole number"),
-        ({"id": "a", "text": "t", "metadata": {"year": True}}, "documents.0.metadata.year: must be a whole number"),
-        ({"id": "a", "text": "t", "metadata": {"year": 2**63}}, "documents.0.metadata.year: must be a whole number"),
-        ({"id": "a", "text": "t", "metadata": {"year": 10**400}}, "documents.0.metadata.year: must be a whole number"),
-        ({"id": "a", "text": "t", "metadata": {"rating": float("nan")}}, "metadata.rating: must be a finite number"),
-        ({"id": "a", "text": "t", "metadata": {"rating": float("inf")}}, "metadata.rating: must be a finite number"),
-        ({"id": "a", "text": "t", "metadata": {"draft": 0}}, "documents.0.metadata.draft: must be true or false"),
-        ({"id": "a", "text": "t", "metadata": {"day": "31.5.2021"}}, "documents.0.metadata.day: must be a date as in"),
-        ({"id": "a", "text": "t", "metadata": {"language": ["en"]}}, "documents.0.metadata.language: must be a string"),
-        ({"id": "a", "text": "t", "metadata": []}, "documents.0.metadata: Input should be an object"),
+        ({"id": ""}, "id: "),
+        ({"id": "x" * 1001}, "id: "),
+        ({"text": " "}, "text: must not be empty"),
+        ({"text": "x" * (schema.MAX_CHARACTERS + 1)}, "text: "),
+        ({"title": "x"}, "title: no such field"),
+        ({"metadata": []}, "metadata: "),
+        ({"metadata": {"yeer": 1}}, "metadata: no field 'yeer'; the index has year"),
+        ({"metadata": {"year": True}}, "metadata.year: must be a whole number"),
+        ({"metadata": {"year": 2**63}}, "metadata.year: must be a whole number"),
+        ({"metadata": {"rating": float("nan")}}, "metadata.rating: must be a finite number"),
+        ({"metadata": {"draft": 0}}, "metadata.draft: must be true or false"),
+        ({"metadata": {"day": "31.5.2021"}}, "metadata.day: must be a date"),
     ],
 )
-def test_an_invalid_document_is_rejected_and_changes_nothing(document: Any, message: str) -> None:
+def test_an_invalid_document_is_rejected_and_changes_nothing(document: Any, fault: str) -> None:
     service = DebugService()
-    body = json.dumps({"documents": [document, {"id": "fine", "text": "t"}]})
+    body = json.dumps({"documents": [{"id": "fine", "text": "t"}, {"id": "a", "text": "t", **document}]})
     error = refused(client_of(make_app(service)).put("/v1/documents", content=body, headers=JSON), 400)
-    assert message in error["message"]
+    assert f"documents.1.{fault}" in error["message"]
     assert error["param"] == "documents"
     assert service.sequence == 0
 

@@ -550,18 +550,3 @@ def test_collections_share_an_encoder_and_its_cache_but_neither_documents_nor_ch
         assert len({one.encoder for one in collections(worlds, encoder="other").values()}) == 2
 
     asyncio.run(scenario())
-
-
-def test_readiness_and_faults_are_those_of_one_collection(worlds: dict[str, World]) -> None:
-    async def scenario() -> None:
-        opened = collections(worlds)
-        worlds["index-b"].shards[1].silent = True
-        assert [await one.ready() for one in opened.values()] == [True, False]
-        worlds["index-b"].shards[1].silent = False
-        await opened["news"].put([Document("p0", "text")])
-        (segment,) = (Path(str(opened["news"].spec.changes))).glob("*.arrow")
-        segment.write_bytes(segment.read_bytes()[:-1])
-        assert await opened["index"].fault() is None
-        assert "corrupted" in str(await opened["news"].fault())
-
-    asyncio.run(scenario())

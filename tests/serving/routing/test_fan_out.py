@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from infembed_ray.retrieval.answers import ShardQuery
@@ -187,14 +186,5 @@ def test_no_shard_is_asked_again_for_a_search_that_has_failed(world: World) -> N
         asked = world.calls("search_many")
         await asyncio.sleep(3 * fan_out.BEHIND_PAUSE_S)
         assert world.calls("search_many") == asked
-
-    world.play(scenario)
-
-
-def test_the_score_of_a_hit_is_a_plain_number(world: World) -> None:
-    async def scenario(search: Any) -> None:
-        ranked = await search(3)
-        assert all(type(hit.score) is float for hits in ranked.results for hit in hits)
-        assert np.all(np.diff([hit.score for hit in ranked.results[0]]) <= 0)
 
     world.play(scenario)

@@ -12,10 +12,22 @@ from infembed_ray.serving.routing.remote import RemoteDeployment
 from infembed_ray.serving.service import ReplicaLost
 
 
+class Handle:
+    """A handle of Serve whose calls give this response."""
+
+    def __init__(self, response: Any) -> None:
+        self.response = response
+
+    def options(self, method_name: str) -> Handle:
+        return self
+
+    def remote(self, *arguments: Any) -> Any:
+        return self.response
+
+
 def test_cancelling_a_call_cancels_it_at_its_replica() -> None:
     class Response:
-        def __init__(self) -> None:
-            self.cancelled = 0
+        cancelled = 0
 
         def __await__(self) -> Any:
             return asyncio.sleep(60).__await__()
@@ -23,66 +35,32 @@ def test_cancelling_a_call_cancels_it_at_its_replica() -> None:
         def cancel(self) -> None:
             self.cancelled += 1
 
-    class Handle:
-        def __init__(self) -> None:
-            self.response = Response()
-
-        def options(self, method_name: str) -> Handle:
-            return self
-
-        def remote(self, *arguments: Any) -> Response:
-            return self.response
-
     async def scenario() -> None:
-        handle = Handle()
-        call = asyncio.ensure_future(RemoteDeployment(handle)("method"))
+        response = Response()
+        call = asyncio.ensure_future(RemoteDeployment(Handle(response))("method"))
         await asyncio.sleep(0.01)
         call.cancel()
         await asyncio.wait([call])
         await asyncio.sleep(0)
         assert call.cancelled()
-        assert handle.response.cancelled == 1
+        assert response.cancelled == 1
 
     asyncio.run(scenario())
 
 
-def test_a_call_that_the_replica_cancels_is_lost() -> None:
-    class Handle:
-        def options(self, method_name: str) -> Handle:
-            return self
-
-        def remote(self, *arguments: Any) -> Any:
-            response = asyncio.get_running_loop().create_future()
-            response.cancel()
-            return response
-
+@pytest.mark.parametrize("error", [None, ActorDiedError(), RayTaskError("embed", "traceback", QueueFull(3.0))])
+def test_errors_of_ray_become_those_of_the_service(error: Exception | None) -> None:
     async def scenario() -> None:
-        with pytest.raises(ReplicaLost):
-            await RemoteDeployment(Handle())("method")
+        response = asyncio.get_running_loop().create_future()
+        if error is None:
+            response.cancel()  # by the replica
+        else:
+            response.set_exception(error)
+        await RemoteDeployment(Handle(response))("method")
 
-    asyncio.run(scenario())
-
-
-def test_errors_of_ray_become_those_of_the_service() -> None:
-    class Handle:
-        def __init__(self, error: Exception) -> None:
-            self.error = error
-
-        def options(self, method_name: str) -> Handle:
-            return self
-
-        async def remote(self, *arguments: Any) -> None:
-            raise self.error
-
-    def raised(error: Exception) -> BaseException:
-        with pytest.raises(Exception) as caught:  # noqa: PT011 (any: it is looked at)
-            asyncio.run(RemoteDeployment(Handle(error))("method"))
-        return caught.value
-
-    assert isinstance(raised(ActorDiedError()), ReplicaLost)
-    full = raised(RayTaskError("embed", "traceback", QueueFull(3.0)))
-    assert isinstance(full, QueueFull)
-    assert full.retry_after_s == 3.0
+    with pytest.raises(QueueFull if isinstance(error, RayTaskError) else ReplicaLost) as raised:
+        asyncio.run(scenario())
+    assert getattr(raised.value, "retry_after_s", 3.0) == 3.0
 
 
 def test_a_call_to_a_deployment_without_replicas_fails_instead_of_waiting(

@@ -93,8 +93,3 @@ def test_the_deadline_of_the_search_limits_the_budget() -> None:
     _, reranked = rerank(reranker := Reranker(), left_s=-1)
     assert "Not re-ranked" in reranked.note
     assert reranker.calls == []
-
-
-def test_a_lost_reranker_is_not_ready() -> None:
-    assert asyncio.run(RerankStage(SETTINGS, Reranker()).ready())
-    assert not asyncio.run(RerankStage(SETTINGS, Reranker(ReplicaLost())).ready())
