@@ -21,7 +21,7 @@ def test_a_synthesis_output_gives_kept_rejected_and_failed_rows(tmp_path):
         "rejected": 3,
         "dead_letter": 1,
     }
-    assert material.counts["seeds"] == 7
+    assert material.manifest["counts"]["seeds"] == 7
 
 
 def test_an_output_that_kept_nothing_can_be_read(tmp_path):
