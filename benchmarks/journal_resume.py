@@ -6,8 +6,7 @@ Writes a journal of 8 actors, as large as `--entries` answers of realistic lengt
 does, each time in a new process:
 
     same      the run has the number of actors that wrote the journal (1, 4 or 8), so the actor reads its own segments
-    other     the run has another number of actors (4, on segments of 8), so it reads all and indexes its own rows
-    unrouted  entries without a route, as older versions wrote them: every actor reads and indexes all
+    other     the run has another number of actors (4, on segments of 8), so every actor reads and indexes all
 
 The last line is one JSON object. `memory_mb` is the growth of the process by opening the journal, at most and afterwards.
 """
@@ -32,21 +31,19 @@ WRITERS = 8
 TEXT = "In this case the cost comes first, then the time that it takes, and then what people say who have done it. " * 4
 
 
-def write(directory: Path, entries: int, routed: bool) -> int:
+def write(directory: Path, entries: int) -> int:
     """Write the segments; return their size in bytes."""
     from infembed_ray.llm.chat import Completion, Request
     from infembed_ray.llm.journal import encode
 
-    request = Request("gpt-4o-mini", (), "passage_writing=1", "hard_negative_document_1", "seed", route="0" * 8)
+    request = Request("gpt-4o-mini", (), "passage_writing=1", "hard_negative_document_1", "seed")
     line = encode(request, Completion(TEXT, "stop", "gpt-4o-mini-2024-07-18", 400, 110))
-    middle = re.sub(rb'^\{"key": "\w+", "route": "\w+"|, "crc32": .*', b"", line.rstrip())
+    middle = re.sub(rb'^\{"key": "\w+"|, "crc32": .*', b"", line.rstrip())
     for number in range(WRITERS):
-        name = f"node-1-0000000{number}-{number + 1}of{WRITERS}.jsonl" if routed else f"node-1-0000000{number}.jsonl"
+        name = f"node-1-0000000{number}-{number + 1}of{WRITERS}.jsonl"
         with (directory / name).open("wb", buffering=1 << 20) as stream:
             for _ in range(entries // WRITERS):
-                random = os.urandom(36)
-                route = b', "route": "%08x"' % (int.from_bytes(random[32:]) // WRITERS * WRITERS % 2**32 + number)
-                said = b'{"key": "%b"%b%b' % (random[:32].hex().encode(), route if routed else b"", middle)
+                said = b'{"key": "%b"%b' % (os.urandom(32).hex().encode(), middle)
                 stream.write(b'%b, "crc32": "%08x"}\n' % (said, zlib.crc32(said)))
     return sum(file.stat().st_size for file in directory.iterdir())
 
@@ -59,10 +56,9 @@ def memory_mb() -> dict[str, float]:
 def open_as(directory: Path, number: int, of: int) -> None:
     """Open the journal as an actor and print what that took."""
     from infembed_ray.llm.journal import Journal
-    from infembed_ray.llm.partitions import Partition
 
     before, cpu, began = memory_mb(), time.process_time(), time.perf_counter()
-    journal = Journal(directory, partition=Partition(number, of))
+    journal = Journal(directory, partition=f"{number}of{of}")
     took = {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
     after = memory_mb()
     print(json.dumps({
@@ -104,13 +100,10 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         began = time.perf_counter()
-        size = write(Path(name), options.entries, routed=True)
+        size = write(Path(name), options.entries)
         print(f"wrote {size / 1e9:.2f} GB in {time.perf_counter() - began:.0f} s", flush=True)
         for case, directory, of in views(Path(name)):
             measure(case, directory, of)
-    with tempfile.TemporaryDirectory(dir=options.directory) as name:
-        write(Path(name), options.entries, routed=False)
-        measure("unrouted", Path(name), 8)
     print(json.dumps({
         "entries": options.entries, "bytes": size, "figures": figures,
         "machine": f"{os.cpu_count()} vCPU, {platform.system()}", "load": os.getloadavg(), "date": date.today().isoformat(),

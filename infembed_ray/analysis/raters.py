@@ -14,7 +14,7 @@ from typing import Any
 
 from infembed_ray.analysis.agreement import Answers, cell
 from infembed_ray.config.analysis import AnalyzeSettings
-from infembed_ray.config.llm import ChatModel, Endpoint
+from infembed_ray.config.llm import ChatModel
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import budget, prices
@@ -65,7 +65,6 @@ class Rating:
     items: list[AgreementItem]
     table: PriceTable
     journal: JournalPlace
-    endpoints: Mapping[str, Endpoint]
 
 
 def prepare(settings: AnalyzeSettings, files: Sequence[Place], references: Answers) -> Rating:
@@ -76,14 +75,13 @@ def prepare(settings: AnalyzeSettings, files: Sequence[Place], references: Answe
         references: answers in these files.
 
     Raises:
-        InputError: no file has items, a rater has the label of another one, an endpoint has no URL, or a limit cannot be kept.
+        InputError: no file has items, a rater has the label of another one, or a limit cannot be kept.
     """
     wanted = settings.agreement
-    endpoints, table = {"agreement.endpoint": wanted.endpoint}, prices.load(None)
+    table = prices.load(None)
     models = {f"agreement.raters.{label}": model for label, model in wanted.raters.items()}
-    items, *_ = check_all(
+    items, _ = check_all(
         lambda: _items(files),
-        lambda: preflight.check_urls(endpoints),
         lambda: preflight.check_limits(wanted.limits, models, table),
     )
     for label in wanted.raters:
@@ -91,7 +89,7 @@ def prepare(settings: AnalyzeSettings, files: Sequence[Place], references: Answe
             fault = "is also the label of a reference rater"
             raise InputError.of(f"agreement.raters.{label}", None, fault, "choose another label")
     _check_answers(references, items)
-    return Rating(items, table, open_place(settings.output, "output") / JOURNAL, endpoints)
+    return Rating(items, table, open_place(settings.output, "output") / JOURNAL)
 
 
 def ask(rating: Rating, settings: AnalyzeSettings) -> dict[str, dict[str, str]]:
@@ -172,7 +170,7 @@ async def _ask_all(rating: Rating, settings: AnalyzeSettings) -> tuple[dict[str,
         return ledger.exchange(report)
 
     limiter = RateLimiter(limits, slots, exchange)
-    client = ChatClient(list(rating.endpoints.values()), journal, limiter, rating.table)
+    client = ChatClient(settings.agreement.endpoint, journal, limiter, rating.table)
     asked = [(rater, item) for rater in raters for item in rating.items]
     try:
         with track("agreement", len(asked)) as advance:

@@ -72,7 +72,7 @@ TOOLS = {
         "check, compact or reconcile a journal of LLM responses",
         "llm.journal_tools:run",
         (
-            _argument("action", choices=("stats", "verify", "compact", "reconcile")),
+            _argument("action", choices=("stats", "compact", "reconcile")),
             _argument("journal", metavar="DIR", help="directory of the journal"),
         ),
         "journal stats runs/records/journal",

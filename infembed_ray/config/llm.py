@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from infembed_ray.config.base import Settings, runtime_field
+
+_URL = re.compile(r"https?://(\[[\da-fA-F:]+\]|[^\s/:?#]+)(:0*[1-9]\d*)?(/\S*)?")
 
 
 class ChatModel(Settings):
     """An LLM of the synthesis pipeline and its parameters."""
 
     model: str = Field(description="model id at the endpoint, for example gpt-4o-mini; recorded in the provenance")
-    temperature: float | None = Field(
-        None, ge=0, le=2, description="sampling temperature; null: not sent (reasoning models)"
-    )
-    max_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="most completion tokens of an answer, and twice as many after a cut-off one; null: not sent",
-    )
-    reasoning_effort: str | None = Field(
-        None, description="low, medium, high, ... for reasoning models; null: not sent"
-    )
-    structured: bool = Field(
-        False, description="ask for JSON by a strict schema, if the endpoint supports it; false: labelled text"
-    )
+    temperature: float | None = Field(None, ge=0, le=2, description="sampling temperature; null: not sent")
+    max_tokens: int | None = Field(None, ge=1, description="maximum tokens of an answer; null: not sent")
+    reasoning_effort: str | None = Field(None, description="low, medium, high, ... (reasoning models); null: not sent")
+    structured: bool = Field(False, description="ask for JSON by a strict schema; false: labelled text")
 
 
 class Endpoint(Settings):
@@ -57,6 +50,13 @@ class Endpoint(Settings):
         "connection) before the run stops; also for a call about batches",
     )
 
+    @field_validator("base_url")
+    @classmethod
+    def _require_url(cls, url: str) -> str:
+        if not _URL.fullmatch(url):
+            raise ValueError("no URL; write it like https://host/v1")
+        return url
+
 
 class Limits(Settings):
     """Limits of all actors of a run together; null: unlimited."""
@@ -69,9 +69,7 @@ class Limits(Settings):
     budget_usd: float | None = runtime_field(
         None, ge=0, description="most USD at list prices over all runs on this journal; the run ends when it is used up"
     )
-    window_s: float = runtime_field(
-        60.0, gt=0, description="length of the sliding windows in seconds; each gets its share of the limits per minute"
-    )
+    window_s: float = runtime_field(60.0, gt=0, description="seconds of the sliding windows of the limits per minute")
 
 
 class Batches(Settings):
@@ -84,6 +82,6 @@ class Batches(Settings):
     poll_s: float = runtime_field(30.0, gt=0, description="seconds between two status requests for a batch")
     rest: Literal["stop", "dead_letter", "online"] = runtime_field(
         "stop",
-        description="requests that all attempts left unanswered: stop (print what they would cost online, and end the run), "
+        description="requests that all attempts left unanswered: stop (the run ends; a rerun batches them again), "
         "dead_letter (their rows become dead letters) or online (ask them at full price)",
     )

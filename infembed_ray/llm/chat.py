@@ -72,7 +72,7 @@ class Unjournaled(RunFailure):
 
 @dataclass(frozen=True)
 class Request:
-    """A chat-completions request. `prompt`, `step`, `row` and `route` are not sent."""
+    """A chat-completions request. `prompt`, `step` and `row` are not sent."""
 
     model: str
     messages: tuple[Mapping[str, str], ...]
@@ -82,8 +82,6 @@ class Request:
     row: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """The other members of the body."""
-    route: str = ""
-    """Hash that routes the row to its partition (module `partitions`); empty if every partition may need the answer."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -113,10 +111,9 @@ class Request:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The journal keys under which its answer may be: `cut_off_key` or `complete_key`.
+        """The journal keys under which its answer may be.
 
-        `cut_off_key` comes first: a complete answer to a further request with a higher cap must not hide the cut-off
-        one, or a resumed row would differ from the first one. Earlier versions journaled every answer under `key`.
+        `cut_off_key` comes first: a complete answer to a further request with a higher cap must not hide the cut-off one.
         """
         return self.cut_off_key, self.complete_key
 

@@ -11,8 +11,8 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from http.client import HTTPException
 from typing import Any
 
@@ -26,14 +26,14 @@ from infembed_ray.llm.chat import (
     RunFailure,
     replace_surrogates,
 )
-from infembed_ray.llm.ledger import Amounts, worst_case
-from infembed_ray.llm.prices import PriceTable
 from infembed_ray.llm.transport import Target
 from infembed_ray.redaction import masked
 
 MOST_TOKENS = 10**8
 """Token counts above this are taken for errors: no model reads or writes that many."""
 OPENAI = "https://api.openai.com/"
+PATH = "chat/completions"
+"""Path of chat completions after an endpoint's base URL."""
 
 _PROBE_S = 10.0
 """Time for an endpoint to list its models."""
@@ -43,11 +43,7 @@ _MEANINGS = (
     (402, "insufficient_quota"),
     (401, "invalid_api_key|authentication_error"),
     (429, "rate.?limit|too.many.requests|resource_exhausted|throttl"),
-    (503, "overload|unavailable|capacity|time.?out"),
-    (
-        400,
-        "invalid_request|invalid_argument|unsupported|bad.?request|context.?length|too.long|policy|content.?filter|moderation",
-    ),
+    (400, "invalid_request|invalid_argument|unsupported|bad.?request|too.long|policy|content.?filter"),
 )  # of errors without a status, the first that matches
 _NO_QUOTA = re.compile(r"insufficient_(quota|balance|funds|credit)|exceeded_current_quota|billing|payment_required")
 """Codes and types of errors that only a payment or a new month mends; their texts also name limits that last a minute."""
@@ -90,32 +86,17 @@ class ErrorBody(Unanswered):
         self.status = number or next((status for status, word in _MEANINGS if re.search(word, words)), 502)
 
 
-@dataclass(frozen=True)
-class WireFormat:
-    """How one kind of request travels over HTTP."""
-
-    path: str
-    """Path after the endpoint's base URL."""
-    parse: Callable[[bytes], Completion]
-    """Parses a response's body; raises Unanswered if it holds no answer."""
-    worst_case: Callable[[Request, PriceTable], Amounts]
-    """Computes the most that a request can use."""
-    probe: Callable[[Request], Request]
-    """Makes a short request with the same parameters, which shows whether the endpoint answers at all."""
-
-
 class Route:
     """Address and key of one endpoint, from this machine's environment."""
 
-    def __init__(self, endpoint: Endpoint, path: str) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self._path = path
         self._targets: dict[str, Target] = {}
 
     def target(self, model: str) -> Target:
         """Return where requests to a model go; RunFailure if the environment variable with the key is not set."""
         if model not in self._targets:
-            url = _url(self.endpoint, model, self._path)
+            url = _url(self.endpoint, model)
             headers = {"Content-Type": "application/json", **authorization(self.endpoint)}
             self._targets[model] = Target(url, headers, _proxy(url), self.endpoint.timeout_s)
         return self._targets[model]
@@ -157,13 +138,13 @@ def retry_after_s(headers: Mapping[str, str]) -> float:
         return 0.0
 
 
-def _url(endpoint: Endpoint, model: str, path: str) -> str:
+def _url(endpoint: Endpoint, model: str) -> str:
     base = endpoint.base_url.rstrip("/")
     if endpoint.api_version is None:
-        return f"{base}/{path}"
+        return f"{base}/{PATH}"
     deployment = urllib.parse.quote(model, safe="")  # a deployment is named like its model
     version = urllib.parse.quote(endpoint.api_version, safe="")
-    return f"{base}/openai/deployments/{deployment}/{path}?api-version={version}"
+    return f"{base}/openai/deployments/{deployment}/{PATH}?api-version={version}"
 
 
 def _proxy(url: str) -> str | None:
@@ -286,12 +267,10 @@ def _joined(content: Any) -> tuple[str, str]:
     return "".join(texts), "".join(_text(part.get("refusal")) for part in parts)
 
 
-def _short_question(request: Request) -> Request:
+def short_question(request: Request) -> Request:
+    """Return a short request with the same parameters, which shows whether the endpoint answers at all."""
     text = "This is a test. Answer with the word yes; if JSON is asked for, as its only value."
     return replace(request, messages=({"role": "user", "content": text},), prompt="probe=1", step=PROBE, row="")
-
-
-CHAT = WireFormat("chat/completions", parse_completion, worst_case, _short_question)
 
 
 def token_counts(usage: Any, *names: str) -> list[int]:

@@ -27,7 +27,6 @@ from typing import BinaryIO
 from infembed_ray.errors import InputError
 from infembed_ray.llm.chat import Complete, Completion, Request, RunFailure, Unjournaled
 from infembed_ray.llm.journal_index import JournalIndex
-from infembed_ray.llm.partitions import Partition
 from infembed_ray.storage import durable
 
 _JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False)
@@ -35,9 +34,8 @@ SYNC_EVERY_S = 0.025
 """Least seconds between two syncs: a sync costs about as much CPU as a request, however many lines share it."""
 
 _CHECKSUM = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\s*\Z')
-_WRITTEN = re.compile(
-    rb'(?P<said>\{"key": "(?P<key>[0-9a-f]{64})", (?:"route": "(?P<route>[0-9a-f]{8})", )?.*), "crc32": "(?P<crc32>[0-9a-f]{8})"\}\n'
-)
+_WRITTEN = re.compile(rb'(?P<said>\{"key": "(?P<key>[0-9a-f]{64})", .*), "crc32": "(?P<crc32>[0-9a-f]{8})"\}\n')
+_PARTITION = re.compile(r"-\d+-[0-9a-f]{8}-(\d+of(\d+))\.(?:\d{15}\.)?jsonl$")  # as `new_segment` names them
 
 
 @dataclass
@@ -53,10 +51,10 @@ class Journal:
     Args:
         directory: read, and written to: the first append adds this process's segment. It need not exist.
         replay: finished journals (directories or files) that are only read.
-        partition: whose entries are read; None reads all.
+        partition: of the rows of this process, for example `3of8`: segments of the other 7 are not read. None reads all.
     """
 
-    def __init__(self, directory: Path, replay: Sequence[Path] = (), partition: Partition | None = None) -> None:
+    def __init__(self, directory: Path, replay: Sequence[Path] = (), partition: str | None = None) -> None:
         self._directory = directory
         self._partition = partition
         self._sources = [*replay, directory]
@@ -156,17 +154,16 @@ class Journal:
     def _scan(self, number: int) -> None:
         file = self._files[number]
         damaged = 0
-        whole = self._partition in (None, Partition.in_name(file.path.name))
         with file.path.open("rb") as stream:
             stream.seek(file.indexed)
             for line in stream:
                 if not line.endswith(b"\n"):
                     break  # cut short by a crash, or being written: a later refresh looks again
-                entry = _key_and_route(line)
-                if entry is None:
+                key = _key_of(line)
+                if key is None:
                     damaged += 1
-                elif whole or self._partition is None or self._partition.owns(entry[1]):
-                    self._index.add(entry[0], number, file.indexed)
+                else:
+                    self._index.add(key, number, file.indexed)
                 file.indexed += len(line)
         if damaged:
             warnings.warn(f"journal {file.path}: skipped {damaged} damaged lines", stacklevel=3)
@@ -197,14 +194,26 @@ def replaying(journal: Journal) -> Complete:
     return complete
 
 
-def segments(sources: Sequence[Path], partition: Partition | None = None) -> Iterator[Path]:
+def partition_in(name: str) -> str | None:
+    """Return the partition in the name of a segment or an object; None if rows of any partition may be in the file."""
+    named = _PARTITION.search(name)
+    return named and named[1]
+
+
+def may_hold(name: str, partition: str | None) -> bool:
+    """Return whether a journal's file may hold entries of a partition."""
+    named = _PARTITION.search(name)
+    return named is None or partition is None or named[1] == partition or named[2] != partition.partition("of")[2]
+
+
+def segments(sources: Sequence[Path], partition: str | None = None) -> Iterator[Path]:
     """Yield the files of journals (directories or files) that may hold entries of a partition.
 
     If a key occurs in several files, the first one counts.
     """
     for source in sources:
         files = [source] if source.is_file() else sorted(source.glob("*.jsonl"))
-        yield from (file for file in files if partition is None or partition.reads(file.name))
+        yield from (file for file in files if may_hold(file.name, partition))
 
 
 def has_writer(segment: Path) -> bool:
@@ -238,7 +247,7 @@ def lock_ended(path: Path, locks: contextlib.ExitStack) -> BinaryIO | None:
     return stream if os.fstat(stream.fileno()).st_nlink else None
 
 
-def new_segment(directory: Path, partition: Partition | None = None) -> tuple[BinaryIO, Path]:
+def new_segment(directory: Path, partition: str | None = None) -> tuple[BinaryIO, Path]:
     """Create an empty segment, locked until it is closed, whose name survives a crash of the machine."""
     directory.mkdir(parents=True, exist_ok=True)
     name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -255,11 +264,10 @@ def new_segment(directory: Path, partition: Partition | None = None) -> tuple[Bi
 def encode(request: Request, completion: Completion, created: datetime | None = None) -> bytes:
     """Return the journal line of a completion that arrived at `created` (default: now).
 
-    Only key and route are used for lookups; prompt, step and row are for human readers.
+    Only the key is used for lookups; prompt, step and row are for human readers.
     """
     entry = {
         "key": request.journal_key(completion),
-        **({"route": request.route} if request.route else {}),
         "model": request.model,
         "prompt": request.prompt,
         "step": request.step,
@@ -280,13 +288,13 @@ def encode(request: Request, completion: Completion, created: datetime | None = 
     return said + f', "crc32": "{zlib.crc32(said):08x}"}}\n'.encode()
 
 
-def _key_and_route(line: bytes) -> tuple[str, str] | None:
-    """Return key and route of a line; None if the line is damaged. Faster than `decode` for an intact line of `encode`."""
+def _key_of(line: bytes) -> str | None:
+    """Return the key of a line; None if the line is damaged. Faster than `decode` for an intact line of `encode`."""
     written = _WRITTEN.fullmatch(line)
     if written is not None and int(written["crc32"], 16) == zlib.crc32(written["said"]):
-        return written["key"].decode(), (written["route"] or b"").decode()
+        return written["key"].decode()
     entry = decode(line)
-    return None if entry is None else (entry[0], "")
+    return entry and entry[0]
 
 
 def decode(line: bytes) -> tuple[str, Completion] | None:

@@ -22,9 +22,8 @@ from typing import BinaryIO
 from pyarrow import ArrowException
 
 from infembed_ray.llm.driver_watch import DRAIN_S
-from infembed_ray.llm.journal import Journal, has_writer, lock_ended, segments
+from infembed_ray.llm.journal import Journal, has_writer, lock_ended, may_hold, segments
 from infembed_ray.llm.ledger import LEASE_S
-from infembed_ray.llm.partitions import Partition
 from infembed_ray.progress import say
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder, convert_errors, scratch
@@ -48,7 +47,7 @@ _StoreError = (OSError, ArrowException)
 def open_journal(
     place: JournalPlace,
     replay: Sequence[str] = (),
-    partition: Partition | None = None,
+    partition: str | None = None,
     upload_s: float = 60.0,
     warn: Callable[[str], object] = say,
 ) -> Journal:
@@ -56,7 +55,7 @@ def open_journal(
 
     Args:
         replay: paths or URIs of finished journals that are only read.
-        partition: whose entries are read; None reads all.
+        partition: see `Journal`.
         upload_s: seconds between two uploads, if the journal is in an object store.
         warn: called with a line if an upload fails.
 
@@ -76,7 +75,7 @@ class StoredJournal(Journal):
         self,
         folder: Folder,
         replay: Sequence[Path],
-        partition: Partition | None,
+        partition: str | None,
         upload_s: float,
         warn: Callable[[str], object],
     ) -> None:
@@ -116,7 +115,7 @@ def directory_of(folder: Folder) -> Path:
     return scratch() / "journals" / hashlib.sha256(folder.uri.encode()).hexdigest()[:16]
 
 
-def copy_objects(folder: Folder, partition: Partition | None = None) -> Path:
+def copy_objects(folder: Folder, partition: str | None = None) -> Path:
     """Copy the objects that may hold a partition's entries to this node, and return the node's directory.
 
     Copies of objects that were merged into another one are removed.
@@ -132,7 +131,7 @@ def copy_objects(folder: Folder, partition: Partition | None = None) -> Path:
             stored = {n: entry.size for n, entry in folder.entries().items() if n.endswith(".jsonl") and "/" not in n}
             here = {path.name: path for path in copies.glob("*.jsonl")}
             whole = {name for name, path in here.items() if path.stat().st_size == stored.get(name)}
-            missing = [name for name in stored.keys() - whole if not partition or partition.reads(name)]
+            missing = [name for name in stored.keys() - whole if may_hold(name, partition)]
             try:
                 with ThreadPoolExecutor(_DOWNLOADS) as threads:
                     list(threads.map(partial(_download, folder, copies), missing, (stored[name] for name in missing)))
@@ -191,7 +190,7 @@ def upload_leftovers(folder: Folder) -> None:
             path.unlink()
 
 
-def wait_for_writers(directory: Path, partition: Partition | None = None) -> None:
+def wait_for_writers(directory: Path, partition: str | None = None) -> None:
     """Wait for actors of a killed driver, which journal their answers in flight (module `driver_watch`)."""
     deadline = time.monotonic() + DRAIN_S + LEASE_S
     while any(map(has_writer, segments([directory], partition))):
@@ -201,7 +200,7 @@ def wait_for_writers(directory: Path, partition: Partition | None = None) -> Non
         time.sleep(0.1)
 
 
-def settle(folder: Folder, partition: Partition | None = None) -> None:
+def settle(folder: Folder, partition: str | None = None) -> None:
     """Wait for this node's writers of a partition to end, and upload the segments of ended writers.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Maintenance of a journal (`infembed journal`): statistics, verification, compaction and its budget.
+"""Maintenance of a journal (`infembed journal`): statistics and checks, compaction and its budget.
 
 All tools read line by line; memory holds the keys. Statistics may run beside processes that append to the journal.
 """
@@ -14,16 +14,15 @@ from pathlib import Path
 from infembed_ray.errors import InputError
 from infembed_ray.llm import budget
 from infembed_ray.llm.chat import Completion
-from infembed_ray.llm.journal import decode, has_writer, new_segment, segments
+from infembed_ray.llm.journal import decode, has_writer, new_segment, partition_in, segments
 from infembed_ray.llm.journal_store import COPIES, JournalPlace, copy_objects, directory_of, locked, upload_leftovers
-from infembed_ray.llm.partitions import Partition
 from infembed_ray.progress import counted, say
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder, convert_errors, is_uri
 from infembed_ray.storage.steps import local_path
 
 SHOWN = 20
-"""Most damaged lines that `infembed journal verify` names."""
+"""Most damaged lines that `infembed journal stats` names."""
 
 _BEGINNING = b'{"key": "'
 
@@ -104,13 +103,14 @@ def compact(directory: Path, folder: Folder | None = None) -> JournalStats:
     """
     busy = InputError(f"DIR={directory}: another compaction is at work; wait until it has ended")
     with durable.exclusive_lock(directory / ".compaction.lock", busy=busy):
-        groups: defaultdict[Partition | None, list[Path]] = defaultdict(list)
+        groups: defaultdict[str | None, list[Path]] = defaultdict(list)
         for path in segments([directory]):
-            if not _is_segment(path):
-                raise InputError(
-                    f"DIR={directory}: {path.name} holds nothing of a journal; give a journal's directory, or move it away"
-                )
-            groups[Partition.in_name(path.name)].append(path)
+            with path.open("rb") as stream:
+                if not _BEGINNING.startswith(stream.read(len(_BEGINNING))):
+                    raise InputError(
+                        f"DIR={directory}: {path.name} is no segment; give a journal's directory, or move it away"
+                    )
+            groups[partition_in(path.name)].append(path)
         _require_ended(directory)
         merged = [_merge(directory, folder, partition, paths) for partition, paths in groups.items()]
     return sum(merged, JournalStats())
@@ -121,7 +121,7 @@ def _require_ended(directory: Path) -> None:
         raise InputError(f"DIR={directory}: a run writes to it; wait until it has ended")
 
 
-def _merge(directory: Path, folder: Folder | None, partition: Partition | None, paths: list[Path]) -> JournalStats:
+def _merge(directory: Path, folder: Folder | None, partition: str | None, paths: list[Path]) -> JournalStats:
     stats = JournalStats()
     segment, merged = new_segment(directory, partition)
     with segment:
@@ -157,15 +157,6 @@ def compact_objects(folder: Folder) -> JournalStats:
         return compact(copies, folder)
 
 
-def _is_segment(path: Path) -> bool:
-    """Return whether a file is empty, begins like an entry, or holds one."""
-    with path.open("rb") as stream:
-        if _BEGINNING.startswith(stream.read(len(_BEGINNING))):
-            return True
-        stream.seek(0)
-        return any(decode(line) for line in stream)
-
-
 # ----------------------------------------------------------------------------------------------- `infembed journal`
 
 
@@ -187,18 +178,18 @@ def run(action: str, journal: str) -> int:
 
 
 def _stats(journal: JournalPlace) -> int:
-    _print(_scan(journal))
-    return 0
-
-
-def _verify(journal: JournalPlace) -> int:
-    stats = _scan(journal)
-    _print(stats)
+    """Show what a journal holds, except what is being written to one in an object store."""
+    stats = scan(journal if isinstance(journal, Path) else copy_objects(journal) / COPIES)
+    say(f"{counted(stats.entries, 'entry', 'entries')}, {stats.size} bytes in {counted(stats.segments, 'segment')}")
+    for model, calls in stats.calls.most_common():
+        tokens = f"{stats.prompt_tokens[model]} prompt + {stats.completion_tokens[model]} completion tokens"
+        say(f"  {model}: {counted(calls, 'completion')}, {tokens}")
+    say(_faults(stats))
     for place in stats.damaged[:SHOWN]:
         say(f"{place}: damaged; its request would be sent again")
     if len(stats.damaged) > SHOWN:
         say(f"and {len(stats.damaged) - SHOWN} more")
-    return 1 if stats.damaged or stats.torn else 0
+    return 1 if stats.damaged else 0
 
 
 def _compact(journal: JournalPlace) -> int:
@@ -217,23 +208,9 @@ def _reconcile(journal: JournalPlace) -> int:
 
 _ACTIONS: dict[str, Callable[[JournalPlace], int]] = {
     "stats": _stats,
-    "verify": _verify,
     "compact": _compact,
     "reconcile": _reconcile,
 }
-
-
-def _scan(journal: JournalPlace) -> JournalStats:
-    """Read all of a journal, except what is being written to one in an object store."""
-    return scan(journal if isinstance(journal, Path) else copy_objects(journal) / COPIES)
-
-
-def _print(stats: JournalStats) -> None:
-    say(f"{counted(stats.entries, 'entry', 'entries')}, {stats.size} bytes in {counted(stats.segments, 'segment')}")
-    for model, calls in stats.calls.most_common():
-        tokens = f"{stats.prompt_tokens[model]} prompt + {stats.completion_tokens[model]} completion tokens"
-        say(f"  {model}: {counted(calls, 'completion')}, {tokens}")
-    say(_faults(stats))
 
 
 def _faults(stats: JournalStats) -> str:

@@ -1,4 +1,4 @@
-"""One model at one endpoint, as one process learns it: its concurrency limit, its parameters, and whether it answers.
+"""One model, as one process learns it: its concurrency limit, its parameters, and whether it answers.
 
 Providers limit every model on its own, so a judge that answers 429 must not slow the generator. The user's own limits are
 the ledger's (module `ledger`).
@@ -62,12 +62,8 @@ class Dialect:
 
     def encoded(self, request: Request) -> bytes:
         """Return the body to send as JSON."""
-        cap = request.parameters.get(CAP)
-        if self._refused or (cap is not None and not request.sent.startswith(b'{"%b": ' % CAP.encode())):
-            return json.dumps(self.body(request), ensure_ascii=False).encode()
-        if cap is None or self._caps == [CAP]:
-            return request.sent
-        return b'{"%b": %d, %b' % (MAX_TOKENS.encode(), cap, request.sent[1:])
+        body = self.body(request)
+        return request.sent if body == request.body else json.dumps(body, ensure_ascii=False).encode()
 
     def learn(self, request: Request, sent: bytes, error: bytes) -> str | None:
         """Learn from an error that names a sent parameter.
@@ -117,7 +113,7 @@ def _named(error: bytes, parameters: Mapping[str, Any]) -> str | None:
 
 
 class Lane:
-    """One model at one endpoint. Use it within one event loop.
+    """One model at an endpoint. Use it within one event loop.
 
     Args:
         slots: most requests in flight.
@@ -128,10 +124,6 @@ class Lane:
         self.limit = slots
         """Current limit of the requests in flight (additive increase, multiplicative decrease by the share of 429s)."""
         self.in_flight = 0
-        self.rests_until = 0.0
-        """Time until which other endpoints are preferred."""
-        self.faults = 0
-        """Consecutive faults other than 429s."""
         self.answered_steps: set[str] = set()
         """Steps whose parameters the model has taken."""
         self.asking = asyncio.Lock()
@@ -148,8 +140,6 @@ class Lane:
     def note(self, fault: Unanswered | RunFailure | None) -> None:
         """Note why a request was not answered now; None: it was answered."""
         self.noted, self.fault = self._clock(), fault
-        if fault is None:
-            self.faults = 0
 
     @property
     def full(self) -> bool:

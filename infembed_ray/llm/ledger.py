@@ -12,7 +12,7 @@ import heapq
 import math
 import time
 import uuid
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count, islice
@@ -40,7 +40,6 @@ LONGEST_INTERVAL_S = 0.5
 NOTED_AHEAD = 0.01
 """Share of the budget that is noted as granted ahead of time, since each note waits for the disk."""
 
-_LATENCY_STEP = math.log(1.05)
 _MESSAGE_TOKENS = 64  # a message's role, separators and chat-template tokens
 
 
@@ -63,35 +62,19 @@ def used_by(request: Request, completion: Completion, table: PriceTable) -> Amou
 
 @dataclass
 class Traffic:
-    """Counts of responses, and the latencies of answers."""
+    """Counts of responses, and the time that answers took."""
 
     answered: int = 0
     rate_limited: int = 0
     failed: int = 0
     """Attempts that ended with neither an answer nor a 429."""
-    latencies: Counter[int] = field(default_factory=Counter)
-    """Histogram in steps of 5 %."""
-
-    def add_answer(self, seconds: float) -> None:
-        """Count an answer that took `seconds`."""
-        self.answered += 1
-        self.latencies[math.ceil(math.log(max(seconds, 1e-6)) / _LATENCY_STEP)] += 1
+    answered_s: float = 0.0
+    """Seconds of all answers together."""
 
     def add(self, other: Traffic) -> None:
         """Add the counts of `other`."""
-        self.answered += other.answered
-        self.rate_limited += other.rate_limited
-        self.failed += other.failed
-        self.latencies.update(other.latencies)
-
-    def latency_s(self, share: float) -> float | None:
-        """Return the latency quantile `share` in seconds, at most 5 % too high; None without answers."""
-        left = share * self.latencies.total()
-        for step, answers in sorted(self.latencies.items()):
-            left -= answers
-            if left <= 0:
-                return math.exp(step * _LATENCY_STEP)
-        return None
+        for name, amount in vars(other).items():
+            setattr(self, name, getattr(self, name) + amount)
 
 
 @dataclass(frozen=True)
@@ -146,10 +129,9 @@ class LedgerStats:
 
     def facts(self) -> dict[str, Any]:
         """Return the manifest's figures of the endpoints."""
-        traffic, shares = self.traffic, (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
-        counts = {name: getattr(traffic, name) for name in ("answered", "rate_limited", "failed")}
-        latencies = {name: traffic.latency_s(share) for name, share in shares}
-        return {**counts, "latency_s": latencies, "warnings": list(self.warnings)}
+        counts = {name: getattr(self.traffic, name) for name in ("answered", "rate_limited", "failed")}
+        latency_s = self.traffic.answered_s / self.traffic.answered if self.traffic.answered else None
+        return {**counts, "mean_latency_s": latency_s, "warnings": list(self.warnings)}
 
 
 @dataclass

@@ -33,7 +33,7 @@ from infembed_ray.progress import counted, say
 from infembed_ray.records.tables import Seed
 from infembed_ray.storage import durable
 from infembed_ray.synthesis.batch_files import NoAnswer, RequestBatch, prompt_tokens, read_answers, upload_line
-from infembed_ray.synthesis.pipeline import next_request, steps_of
+from infembed_ray.synthesis.pipeline import next_request
 
 MOST_BYTES = 200 * 10**6
 """OpenAI's limit of one input file."""
@@ -60,8 +60,6 @@ class BatchReport:
     """Reason -> number of requests that no batch answers (`batches.rest`)."""
     refused_for_quota: int = 0
     """Batches that the endpoint refused because of its quota of enqueued tokens; their requests went out again."""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
     usd: float | None = 0.0
     """Price of the answers; None if the price table lacks a model."""
     left_out: dict[str, str] = field(default_factory=dict)
@@ -129,7 +127,6 @@ class _BatchRunner:
         self._settings, self._batches, self._base_url = settings, settings.batches, settings.endpoint.base_url
         self._journal, self._directory = journal, directory
         self._prices = prices.load(settings.prices)
-        self._steps = steps_of(settings)
         self._committed_usd = spent_usd
         """Spent, and the worst case of what is drafted or submitted."""
         self._dialects: defaultdict[str, Dialect] = defaultdict(lambda: Dialect(settings.endpoint))
@@ -145,8 +142,8 @@ class _BatchRunner:
         """Key -> batches that left the request unanswered."""
         self._faults: dict[str, NoAnswer] = {}
         """Key -> why the last batch left it unanswered."""
-        self._left: dict[str, float] = {}
-        """Key of a request that no batch answers -> estimated price, online, of it and the later ones of its row."""
+        self._left: set[str] = set()
+        """Keys of requests that no batch answers."""
         self.report = BatchReport()
 
     def unfinished(self) -> list[RequestBatch]:
@@ -372,11 +369,8 @@ class _BatchRunner:
     def _count_answered(self, request: Request, completion: Completion) -> float:
         """Count an answer; return its price, 0 if it is unknown."""
         usd = self._prices.usd(request.model, completion)
-        report = self.report
-        report.answered += 1
-        report.prompt_tokens += completion.prompt_tokens
-        report.completion_tokens += completion.completion_tokens
-        report.usd = None if report.usd is None or usd is None else report.usd + usd
+        self.report.answered += 1
+        self.report.usd = None if self.report.usd is None or usd is None else self.report.usd + usd
         return usd or 0.0
 
     # ----------------------------------------------------------------------------------------------- what is left
@@ -386,10 +380,7 @@ class _BatchRunner:
         fault = self._faults.get(request.key)
         if fault is None or not (fault.refused or self._attempts[request.key] >= ATTEMPTS):
             return False
-        usd, answered = self.report.usd, self.report.answered
-        online_usd = usd / BATCH_PRICE / answered if usd and answered else worst_case(request, self._prices)[USD]
-        later = len(self._steps) - self._steps.index(request.step)
-        self._left[request.key] = 0.0 if fault.refused else online_usd * later  # a refusal costs nothing
+        self._left.add(request.key)
         return True
 
     def settle_rest(self) -> None:
@@ -400,15 +391,13 @@ class _BatchRunner:
             return
         shown = ", ".join(f"{reason}: {number}" for reason, number in reasons.most_common(5))
         what = f"{counted(len(self._left), 'request')} that no batch answered ({shown})"
-        usd = sum(self._left.values())
-        price = f"about {usd:.2g} USD" if math.isfinite(usd) else "at an unknown price"
         if self._batches.rest == "online":
-            say(f"synthesize: batches.rest=online: {what} and their rows' later steps are asked at full price, {price}")
+            say(f"synthesize: batches.rest=online: {what} and their rows' later steps are asked at full price")
             return
         if self._batches.rest == "stop" and not all(self._faults[key].refused for key in self._left):
             raise RunFailure(
                 f"batches.rest=stop: there are {what}; run the same command to batch them again, or set batches.rest=online to ask "
-                f"them and their rows' later steps at full price ({price}), or batches.rest=dead_letter to do without these rows"
+                f"them and their rows' later steps at full price, or batches.rest=dead_letter to do without these rows"
             )
         say(f"synthesize: {what}: their rows become dead letters")
         self.report.left_out = {key: self._faults[key].reason for key in self._left}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from infembed_ray.llm.chat import Complete, Completion, Request, RowFailure, RunFailure
-from infembed_ray.llm.endpoint import CHAT, ErrorBody, Unanswered, completion_of, one_line
+from infembed_ray.llm.endpoint import PATH, ErrorBody, Unanswered, completion_of, one_line
 from infembed_ray.storage import durable
 
 LEFT_OUT = "no batch answered"
@@ -88,7 +88,7 @@ def pending(directory: Path) -> list[Path]:
 
 def upload_line(request: Request, body: Mapping[str, Any]) -> bytes:
     """Return the line of a request in the uploaded file."""
-    line = {"custom_id": request.key, "method": "POST", "url": f"/v1/{CHAT.path}", "body": body}
+    line = {"custom_id": request.key, "method": "POST", "url": f"/v1/{PATH}", "body": body}
     return json.dumps(line, ensure_ascii=False).encode() + b"\n"
 
 

@@ -36,8 +36,6 @@ class CircuitBreaker:
         self._passed = 0
         """Number of steps, from the first, that some row has passed."""
         self._failures: Counter[tuple[str, str]] = Counter()
-        self._unexpected: Counter[str] = Counter()
-        """Step -> unexpected exceptions since a row last passed it."""
         self.failure: str | None = None
         """Why no row can pass; None until the breaker trips."""
 
@@ -57,19 +55,10 @@ class CircuitBreaker:
         passed = _passed_by_kept(outcome) if step is None else STEPS.index(step) + (outcome.kind == "rejected")
         self._note_passed(passed)
         if step is not None and outcome.kind == "dead_letter":
-            if outcome.traceback is not None:
-                self._count_unexpected(step, outcome.row["error"])
-            elif passed >= self._passed and not outcome.from_journal and not outcome.row["error"].startswith(LEFT_OUT):
+            replayed = outcome.from_journal and outcome.traceback is None
+            if passed >= self._passed and not replayed and not outcome.row["error"].startswith(LEFT_OUT):
                 self._count_failure(step, outcome.row["error"])
         return self.failure
-
-    def _count_unexpected(self, step: str, error: str) -> None:
-        self._unexpected[step] += 1
-        if self._unexpected[step] >= self._alike and self.failure is None:
-            self.failure = (
-                f"the last {self._unexpected[step]} rows at step {step} ended with an unexpected exception ({error}); "
-                "its traceback is above"
-            )
 
     def _count_failure(self, step: str, error: str) -> None:
         failed = step, kind_of(error)
@@ -84,9 +73,6 @@ class CircuitBreaker:
     def _note_passed(self, steps: int) -> None:
         """Note that a row has passed the first `steps` steps."""
         self._passed = max(self._passed, steps)
-        if self._unexpected:
-            for step in STEPS[:steps]:
-                del self._unexpected[step]
 
 
 def _passed_by_kept(outcome: Outcome) -> int:

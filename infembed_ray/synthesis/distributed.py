@@ -22,7 +22,6 @@ import ray
 import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from infembed_ray.config.llm import Endpoint
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.llm import budget, prices
@@ -31,7 +30,6 @@ from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.driver_watch import RAY_ENVIRONMENT, DriverWatch, Process, this_process
 from infembed_ray.llm.journal_store import JournalPlace, open_journal, settle, wait_for_writers
 from infembed_ray.llm.ledger import Grant, LeaseReport, LedgerStats, RateLimiter
-from infembed_ray.llm.partitions import Partition
 from infembed_ray.progress import say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.records.tables import Seed
@@ -84,8 +82,8 @@ def run(settings: SynthesizeSettings) -> Published:
     either; the message names the directory with its rejected and dead-letter files.
 
     Raises:
-        InputError: bad settings or seeds; no key although some requests are in no journal; or, during the run, endpoints
-            that refuse the key, the model or all requests of a step or do not answer, a used-up budget, more dead letters
+        InputError: bad settings or seeds; no key although some requests are in no journal; or, during the run, an endpoint
+            that refuses the key, the model or all requests of a step or does not answer, a used-up budget, more dead letters
             than `max_dead_letters`, or no record that is kept.
     """
     seeds, table, step = prepare(settings)
@@ -195,7 +193,7 @@ def _stats(coordinator: Any) -> LedgerStats | None:
     return None
 
 
-def _settle_journal(journal: JournalPlace, partition: Partition | None = None) -> None:
+def _settle_journal(journal: JournalPlace, partition: str | None = None) -> None:
     """Wait until no process writes to the journal; in an object store, also until it holds what all nodes wrote.
 
     Args:
@@ -273,14 +271,13 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
     driver = this_process()
     shared = ray.put((job.survey.pool, job.left_out))
 
-    def branch(partition: Partition) -> ray.data.Dataset:
+    def branch(partition: str) -> ray.data.Dataset:
         numbers = tasks[partition]
         at_once = min(-(-settings.in_flight * ROWS_AHEAD // rows), len(numbers))
         return ray.data.from_blocks([pa.table({"task": [number]}) for number in numbers]).map_batches(
             _Synthesizer,
             fn_constructor_args=(
                 settings,
-                list(job.endpoints.values()),
                 partition,
                 shared,
                 job.journal,
@@ -316,8 +313,7 @@ class _Synthesizer:
     def __init__(
         self,
         settings: SynthesizeSettings,
-        endpoints: Sequence[Endpoint],
-        partition: Partition,
+        partition: str,
         shared: ray.ObjectRef,
         journal: JournalPlace,
         replay: Sequence[str],
@@ -332,7 +328,7 @@ class _Synthesizer:
             _settle_journal(journal, partition)  # its predecessor may have been on another node
         self._journal = open_journal(journal, replay, partition, settings.journal_upload_s, self._limiter.warn)
         table = prices.load(settings.prices)
-        self._client = ChatClient(endpoints, self._journal, self._limiter, table)
+        self._client = ChatClient(settings.endpoint, self._journal, self._limiter, table)
         self._breaker = CircuitBreaker(settings)
         self._complete = self._breaker.watch(leaving_out(self._client.complete, left_out))
         self._driver = DriverWatch(driver, self._limiter, self._client, self._journal)

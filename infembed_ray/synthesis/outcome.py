@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from infembed_ray.llm.prices import BATCH_PRICE
 from infembed_ray.records.tables import DEAD_LETTER, RECORD, REJECTED
 
 Kind = Literal["kept", "rejected", "dead_letter"]
@@ -32,13 +31,6 @@ class Spend:
     completion_tokens: int = 0
     usd: float | None = 0.0
     """List price, or that of the Batch API; None if the price table lacks a model."""
-    batched_usd: float = 0.0
-    """What answers of the Batch API cost of it."""
-
-    @property
-    def list_usd(self) -> float:
-        """What all answers cost at the list price; unknown prices count as 0."""
-        return (self.usd or 0.0) + self.batched_usd * (1 / BATCH_PRICE - 1)
 
     def __add__(self, other: Spend) -> Spend:
         return Spend(
@@ -46,7 +38,6 @@ class Spend:
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
             None if self.usd is None or other.usd is None else self.usd + other.usd,
-            self.batched_usd + other.batched_usd,
         )
 
 

@@ -31,7 +31,6 @@ from infembed_ray.llm.chat import (
     usable_text,
 )
 from infembed_ray.llm.journal import Journal, replaying
-from infembed_ray.llm.partitions import route_of
 from infembed_ray.llm.structured_output import labelled
 from infembed_ray.records.tables import SCENARIOS, Seed
 from infembed_ray.redaction import masked
@@ -163,7 +162,6 @@ class _Row:
     def __init__(self, seed: Seed, settings: SynthesizeSettings, complete: Complete) -> None:
         self.settings = settings
         self.language = seed.language
-        self.route = route_of(seed.query, seed.passage)
         self.columns: dict[str, Any] = {
             "id": seed.id,
             "source": seed.source,
@@ -195,7 +193,7 @@ class _Row:
         own = self.settings.prompts
         template = templates.load(prompt, source, own, self.settings.shared_prefix)
         values["language"] = self.language or "its programming language"
-        request = replace(template.request(model, step, self.columns["id"], values, choices), route=self.route)
+        request = template.request(model, step, self.columns["id"], values, choices)
 
         def value(text: str) -> T:
             return read(template.answer.as_text(text) if model.structured else text)
@@ -267,8 +265,7 @@ class _Row:
         total = Spend()
         for asked, completion in exchanges:
             usd = table.usd(asked.model, completion)
-            batched_usd = usd or 0.0 if completion.batched else 0.0
-            total += Spend(1, completion.prompt_tokens, completion.completion_tokens, usd, batched_usd)
+            total += Spend(1, completion.prompt_tokens, completion.completion_tokens, usd)
         return total
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import secrets
-import urllib.parse
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from infembed_ray.config.base import nearest
-from infembed_ray.config.llm import ChatModel, Endpoint, Limits
+from infembed_ray.config.llm import ChatModel, Limits
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import prices
 from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import run_in_thread
-from infembed_ray.llm.endpoint import api_key, missing_key_hint
+from infembed_ray.llm.endpoint import missing_key_hint
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.prices import PriceTable
@@ -49,15 +48,10 @@ class Job:
     """Key -> why a request must not be sent: no batch answered it (`batches.rest`)."""
 
     @property
-    def endpoints(self) -> dict[str, Endpoint]:
-        """Name of the setting -> endpoint."""
-        return endpoints(self.settings)
-
-    @property
     def has_key(self) -> bool:
-        """Whether some endpoint can be asked: its key is set, or it needs none."""
-        names = [endpoint.api_key_env for endpoint in self.endpoints.values()]
-        return any(name is None or os.environ.get(name, "").strip() for name in names)
+        """Whether the endpoint can be asked: its key is set, or it needs none."""
+        name = self.settings.endpoint.api_key_env
+        return name is None or bool(os.environ.get(name, "").strip())
 
     @property
     def in_batches(self) -> bool:
@@ -139,21 +133,15 @@ def _check_batches(job: Job) -> None:
             f"batches=null: {len(waiting)} batches of an earlier run still wait to be collected; set batches={{}}, or "
             f"remove {waiting[0]} to pay for its requests again"
         )
-    if job.in_batches:
-        try:
-            api_key(job.settings.endpoint)  # the Batch API is asked only there
-        except RunFailure as failure:
-            raise InputError(str(failure)) from failure
 
 
 def check_settings(settings: SynthesizeSettings, table: PriceTable) -> None:
     """Check what does not depend on the seeds.
 
     Raises:
-        InputError: an endpoint has no URL, a step does not exist, or the limits cannot be kept.
+        InputError: a step does not exist, or the limits cannot be kept.
     """
     check_all(
-        lambda: check_urls(endpoints(settings)),
         lambda: _check_steps(settings),
         lambda: _check_in_flight(settings),
         lambda: check_limits(settings.limits, models(settings), table),
@@ -167,12 +155,6 @@ def _check_distractors(job: Job) -> None:
             f"distractors={settings.distractors}: seeds={settings.seeds} has only {passages} different passages to draw from; "
             f"set distractors={passages - 1} or give more seeds"
         )
-
-
-def endpoints(settings: SynthesizeSettings) -> dict[str, Endpoint]:
-    """Return name of the setting -> endpoint."""
-    others = {f"more_endpoints.{number}": each for number, each in enumerate(settings.more_endpoints)}
-    return {"endpoint": settings.endpoint, **others}
 
 
 def models(settings: SynthesizeSettings) -> dict[str, ChatModel]:
@@ -192,25 +174,6 @@ def _check_in_flight(settings: SynthesizeSettings) -> None:
     shared, actors = settings.limits.in_flight, settings.actors
     if shared is not None and shared < actors:
         raise InputError(f"limits.in_flight={shared}: too few for actors={actors}; set actors={shared}, or raise it")
-
-
-def check_urls(named: Mapping[str, Endpoint]) -> None:
-    """Check the URLs of endpoints, given by the names of their settings; InputError if a base URL is none."""
-    faults = [
-        f"{name}.base_url={endpoint.base_url}: no URL; write it like https://host/v1"
-        for name, endpoint in named.items()
-        if not _is_url(endpoint.base_url)
-    ]
-    if faults:
-        raise InputError(*faults)
-
-
-def _is_url(text: str) -> bool:
-    try:
-        parts = urllib.parse.urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and text == text.strip()
-    except ValueError:
-        return False
 
 
 def check_limits(limits: Limits, asked: Mapping[str, ChatModel], table: PriceTable) -> None:

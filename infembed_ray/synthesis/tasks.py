@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable
@@ -16,34 +17,39 @@ from infembed_ray.config.llm import Limits
 from infembed_ray.llm import budget
 from infembed_ray.llm.journal_store import JournalPlace
 from infembed_ray.llm.ledger import Ledger
-from infembed_ray.llm.partitions import Partition, route_of
 from infembed_ray.records.tables import Seed
 
 _SEEDS = pa.schema([("index", pa.int64()), *((field.name, pa.string()) for field in fields(Seed))])
 
 
-def write_tasks(file: Path, seeds: Iterable[Seed], rows: int, actors: int) -> dict[Partition, list[int]]:
+def write_tasks(file: Path, seeds: Iterable[Seed], rows: int, actors: int) -> dict[str, list[int]]:
     """Write the numbered seeds, one record batch of at most `rows` per task; return the tasks of each partition.
 
     The coordinator maps the file, so neither a process nor the object store grows with the seeds.
     """
-    waiting: defaultdict[Partition, list[dict[str, Any]]] = defaultdict(list)
-    tasks: defaultdict[Partition, list[int]] = defaultdict(list)
+    waiting: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    tasks: defaultdict[str, list[int]] = defaultdict(list)
     numbers = itertools.count()
     with pa.ipc.new_file(str(file), _SEEDS) as stream:
 
-        def write(partition: Partition) -> None:
+        def write(partition: str) -> None:
             stream.write_batch(pa.RecordBatch.from_pylist(waiting.pop(partition), _SEEDS))
             tasks[partition].append(next(numbers))
 
         for index, seed in enumerate(seeds):
-            partition = Partition.route(route_of(seed.query, seed.passage), actors)
+            partition = partition_of(seed, actors)
             waiting[partition].append({"index": index, **vars(seed)})
             if len(waiting[partition]) == rows:
                 write(partition)
         for partition in list(waiting):
             write(partition)
     return tasks
+
+
+def partition_of(seed: Seed, actors: int) -> str:
+    """Return the partition of a seed, for example `3of8`: a hash of its texts, since equal texts share answers."""
+    digest = hashlib.blake2b(f"{seed.query}\0{seed.passage}".encode(), digest_size=4).hexdigest()
+    return f"{int(digest, 16) % actors + 1}of{actors}"
 
 
 class Coordinator(Ledger):

@@ -51,7 +51,7 @@ def outcomes(server: StandIn, journal: Path, options: dict[str, Any]) -> list[Ou
 
         limiter = RateLimiter(Limits(), 32, exchange, interval_s=0.02)
         endpoint = Endpoint(base_url=server.url, api_key_env=None, timeout_s=1, max_retries=9)
-        chat = ChatClient([endpoint], Journal(journal), limiter, PriceTable("2026-01-01", {}))
+        chat = ChatClient(endpoint, Journal(journal), limiter, PriceTable("2026-01-01", {}))
         try:
             return await asyncio.gather(*(synthesize(seed, POOL, settings, chat.complete) for seed in SEEDS))
         finally:

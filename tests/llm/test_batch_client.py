@@ -65,27 +65,6 @@ def test_a_missing_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         BatchClient(Endpoint(api_key_env="BATCH_KEY"))
 
 
-@pytest.mark.parametrize("api_version", [None, "2024-10-21"])
-def test_an_endpoint_without_a_key_is_sent_none(tmp_path: Path, api_version: str | None) -> None:
-    seen: list[web.Request] = []
-
-    async def handle(request: web.Request) -> web.Response:
-        seen.append(request)
-        return web.Response(body=b"all")
-
-    async def download() -> None:
-        application = web.Application()
-        application.router.add_get("/{any:.*}", handle)
-        async with TestServer(application) as server:
-            endpoint = Endpoint(base_url=f"http://127.0.0.1:{server.port}", api_key_env=None, api_version=api_version)
-            async with contextlib.aclosing(BatchClient(endpoint)) as batches:
-                await batches.download("f", tmp_path / "file")
-
-    asyncio.run(download())
-    assert len(seen) == 1
-    assert not {"Authorization", "api-key"} & set(seen[0].headers)
-
-
 @pytest.mark.parametrize(("patience_s", "answered"), [(60.0, True), (0.0, False)])
 def test_a_failing_poll_is_repeated_for_the_endpoints_patience(patience_s: float, answered: bool) -> None:
     asked = 0

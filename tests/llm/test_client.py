@@ -40,12 +40,11 @@ def endpoint(server: StandIn | str, **settings: Any) -> Endpoint:
 
 
 async def within(
-    where: Endpoint | Sequence[Endpoint],
+    where: Endpoint,
     journal: Path,
     use: Callable[[ChatClient], Awaitable[T]],
     in_flight: int = 32,
     bounds: Limits = Limits(),  # noqa: B008  frozen
-    **how: Any,
 ) -> T:
     ledger = Ledger(bounds)
 
@@ -53,16 +52,14 @@ async def within(
         return ledger.exchange(report)
 
     limiter = RateLimiter(bounds, in_flight, exchange, interval_s=0.02)
-    chat = ChatClient(where if isinstance(where, Sequence) else [where], Journal(journal), limiter, TABLE, **how)
+    chat = ChatClient(where, Journal(journal), limiter, TABLE)
     try:
         return await use(chat)
     finally:
         await chat.close()
 
 
-def using(
-    where: Endpoint | Sequence[Endpoint], journal: Path, use: Callable[[ChatClient], Awaitable[T]], **how: Any
-) -> T:
+def using(where: Endpoint, journal: Path, use: Callable[[ChatClient], Awaitable[T]], **how: Any) -> T:
     return asyncio.run(within(where, journal, use, **how))
 
 
@@ -347,41 +344,6 @@ def test_a_request_that_alone_gets_no_answer_fails_by_itself(tmp_path: Path) -> 
 
     with pytest.raises(RowFailure, match="HTTP 500: no; tried 3 times"):
         asyncio.run(ask())
-
-
-# --------------------------------------------------------------------------------------------- several endpoints
-
-
-@pytest.mark.parametrize("breaks", BREAKS)
-def test_another_endpoint_stands_in_for_one_that_breaks(tmp_path: Path, breaks: str) -> None:
-    with stand_in(breaks_after=10, breaks=breaks) as broken, stand_in(latency_s=0.02) as sound:
-        where = [endpoint(broken, timeout_s=0.5, patience_s=20), endpoint(sound)]
-        got = using(where, tmp_path, lambda chat: ask_all(chat, QUERIES), in_flight=8)
-        assert len(broken.log("answered")) >= 10
-    assert len(got) == 60
-
-
-@pytest.mark.parametrize(
-    "fault", [{"server_error": 1.0}, {"dropped": 1.0}, {"rate_limited": 1.0, "retry_after_s": 30}], ids=str
-)
-def test_a_failing_endpoint_gets_few_requests_while_another_works(tmp_path: Path, fault: dict[str, float]) -> None:
-    queries = [passage_request(f"query {number}") for number in range(300)]
-    with stand_in(**fault) as broken, stand_in() as sound:
-        got = using([endpoint(broken), endpoint(sound)], tmp_path, lambda chat: ask_all(chat, queries), in_flight=8)
-        assert len(sound.log("answered")) == 300
-        assert len(broken.log()) < 60
-    assert len(got) == 300
-
-
-def test_an_endpoint_that_refuses_its_key_is_dropped_and_its_requests_go_to_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STAND_IN_KEY", "mine")
-    with stand_in(key="another") as locked, stand_in() as open_one:
-        where = [endpoint(locked, api_key_env="STAND_IN_KEY"), endpoint(open_one)]
-        using(where, tmp_path, lambda chat: ask_all(chat, QUERIES), in_flight=4)
-        assert len(open_one.log("answered")) == len(QUERIES)
-        assert 1 <= len(locked.log("refused_key")) <= 4
 
 
 def test_azure_requests_have_deployment_version_and_api_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

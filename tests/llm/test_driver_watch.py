@@ -33,7 +33,7 @@ def test_after_the_driver_dies_an_actor_journals_the_requests_in_flight_and_exit
 
         limiter = RateLimiter(Limits(), 4, exchange, interval_s=0.02)
         journal = Journal(tmp_path)
-        client = ChatClient([Endpoint(base_url=server.url, api_key_env=None)], journal, limiter, PriceTable("", {}))
+        client = ChatClient(Endpoint(base_url=server.url, api_key_env=None), journal, limiter, PriceTable("", {}))
         driver = subprocess.Popen(["sleep", "60"])
         watcher = DriverWatch(Process(here().namespace, driver.pid), limiter, client, journal, exited.set_result)
         watcher.watch()
@@ -76,7 +76,7 @@ def test_a_process_id_of_another_pid_namespace_is_not_watched(tmp_path: Path) ->
             return Ledger(Limits()).exchange(report)
 
         limiter = RateLimiter(Limits(), 4, exchange, interval_s=0.02)
-        client = ChatClient([Endpoint(api_key_env=None)], Journal(tmp_path), limiter, PriceTable("", {}))
+        client = ChatClient(Endpoint(api_key_env=None), Journal(tmp_path), limiter, PriceTable("", {}))
         exited = asyncio.get_running_loop().create_future()
         watcher = DriverWatch(Process(namespace, gone.pid), limiter, client, Journal(tmp_path), exited.set_result)
         watcher.watch()

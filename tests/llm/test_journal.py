@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from infembed_ray.llm import journal as journal_module
 from infembed_ray.llm.chat import Completion, RunFailure
-from infembed_ray.llm.journal import Journal, decode, encode, has_writer, new_segment
-from infembed_ray.llm.partitions import Partition, route_of
+from infembed_ray.llm.journal import Journal, decode, encode, has_writer, new_segment, partition_in
 from tests.support.chat import completion, request, unreadable
 
 completions = st.builds(
@@ -255,33 +254,29 @@ def test_a_segment_has_a_writer_until_it_is_closed(tmp_path):
     assert not has_writer(tmp_path / "gone.jsonl")
 
 
-@pytest.mark.parametrize("of", [2, 3])
-def test_a_partition_reads_its_own_segments_and_its_own_rows_of_other_segments(tmp_path: Path, of: int) -> None:
-    """Segments of two actors and one without a partition: with two actors again, and with another number of them."""
-    texts = [f"text {number}" for number in range(20)]
-    routed = {text: replace(request(text), route=route_of(text, "")) for text in texts}
-
-    async def append(partition: Partition | None, mine: list[str]) -> None:
+def test_a_partition_skips_only_the_segments_of_other_partitions_of_its_run(tmp_path: Path) -> None:
+    for partition in ("1of2", "2of2", None):
         journal = Journal(tmp_path, partition=partition)
-        for text in mine:
-            await journal.append(routed[text], completion(f"answer to {text}"))
+        asyncio.run(journal.append(request(str(partition)), completion("x")))
         journal.close()
 
-    writers = [Partition(1, 2), Partition(2, 2)]
-    for writer in writers:
-        asyncio.run(append(writer, [text for text in texts[:15] if writer.owns(routed[text].route)]))
-    asyncio.run(append(None, texts[15:]))
+    def held(partition: str | None) -> list[str]:
+        journal = Journal(tmp_path, partition=partition)
+        return [text for text in ("1of2", "2of2", "None") if text_of(journal, text)]
 
-    for number in range(1, of + 1):
-        reader = Partition(number, of)
-        journal = Journal(tmp_path, partition=reader)
-        owned = [text for text in texts if reader.owns(routed[text].route)]
-        assert [text for text in texts if text_of(journal, text)] == owned
-        assert len(journal) == len(owned) > 0
-    assert len(Journal(tmp_path)) == len(texts)
+    assert held("1of2") == ["1of2", "None"]
+    assert held("2of3") == held(None) == ["1of2", "2of2", "None"]
 
 
-def test_every_partition_reads_entries_without_a_route(tmp_path: Path) -> None:
-    write(tmp_path, "of an older version")
-    for number in (1, 2, 3):
-        assert text_of(Journal(tmp_path, partition=Partition(number, 3)), "of an older version") is not None
+@pytest.mark.parametrize(
+    ("name", "partition"),
+    [
+        ("node-1-17-0123abcd-3of8.jsonl", "3of8"),
+        ("node-1-17-0123abcd-3of8.000000000000512.jsonl", "3of8"),
+        ("gpu-1of4.cluster-17-0123abcd-3of8.jsonl", "3of8"),
+        ("node-1of2-17-0123abcd.jsonl", None),
+        ("answers-3of8.jsonl", None),  # named by a user
+    ],
+)
+def test_the_name_of_a_file_tells_the_partition(name: str, partition: str | None) -> None:
+    assert partition_in(name) == partition

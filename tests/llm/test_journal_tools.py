@@ -125,7 +125,7 @@ def test_a_directory_with_other_jsonl_files_is_not_changed(tmp_path: Path) -> No
     write(tmp_path, "a")
     (tmp_path / "seeds.jsonl").write_text('{"id": "1", "query": "q", "passage": "p"}\n')
     held = files(tmp_path)
-    with pytest.raises(InputError, match=r"seeds.jsonl holds nothing of a journal"):
+    with pytest.raises(InputError, match=r"seeds.jsonl is no segment"):
         compact(tmp_path)
     assert files(tmp_path) == held
 
@@ -163,26 +163,26 @@ def test_stats_count_calls_and_tokens_by_model(tmp_path: Path, capsys: pytest.Ca
         + b"no line\n"
         + b"torn"
     )
-    text = said(capsys, 0, "stats", tmp_path)
+    text = said(capsys, 1, "stats", tmp_path)
     assert f"3 entries, {segment.stat().st_size} bytes in 1 segment" in text
     assert "large: 2 completions, 30 prompt + 3 completion tokens" in text
     assert "small: 1 completion, 5 prompt + 5 completion tokens" in text
     assert "1 duplicate, 1 torn tail, 1 damaged line" in text
 
 
-def test_verify_names_each_damaged_line_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_name_each_damaged_line_and_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, "a")
-    assert "0 damaged lines" in said(capsys, 0, "verify", tmp_path)
+    assert "0 damaged lines" in said(capsys, 0, "stats", tmp_path)
     (tmp_path / "bad.jsonl").write_bytes(line("b", "x") + line("c", "good").replace(b"good", b"gone"))
-    assert "bad.jsonl:2: damaged" in said(capsys, 1, "verify", tmp_path)
+    assert "bad.jsonl:2: damaged" in said(capsys, 1, "stats", tmp_path)
     (tmp_path / "worse.jsonl").write_bytes(b"{}\n" * 50)
-    assert "and 31 more" in said(capsys, 1, "verify", tmp_path)
+    assert "and 31 more" in said(capsys, 1, "stats", tmp_path)
     (tmp_path / "worse.jsonl").unlink()
     said(capsys, 0, "compact", tmp_path)
-    assert "2 entries" in said(capsys, 0, "verify", tmp_path)
+    assert "2 entries" in said(capsys, 0, "stats", tmp_path)
 
 
 def test_bad_arguments_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for action in ("stats", "verify", "compact"):
+    for action in ("stats", "compact"):
         assert "DIR=" in said(capsys, 2, action, tmp_path / "nowhere")
     assert "schemes of object stores" in said(capsys, 2, "stats", "ftp://bucket/journal")

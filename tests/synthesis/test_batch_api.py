@@ -90,7 +90,7 @@ def test_a_request_is_in_few_batches_and_then_stops_the_run_and_a_rerun_tries_ag
     monkeypatch.setattr(batch_api, "ATTEMPTS", 2)
     with stand_in(batch_expired=0.5) as server:
         said = failure(settings(server), tmp_path)
-        for part in ("batches.rest=stop: there are", "batch_expired", "batches.rest=online", " USD"):
+        for part in ("batches.rest=stop: there are", "batch_expired", "batches.rest=online"):
             assert part in said
         assert len(server.log("answered")) == len(Journal(tmp_path)) > len(SEEDS)
         submitted = len(server.log("submitted"))
@@ -112,7 +112,7 @@ def test_the_rest_becomes_dead_letters_or_is_asked_online_only_if_the_settings_s
         assert fill(settings(server, batches={"rest": "online"}), tmp_path).left_out == {}
         printed = "".join(capsys.readouterr())
         assert "batches.rest=online: " in printed
-        assert "at full price, about" in printed
+        assert "at full price" in printed
 
 
 def test_a_refused_request_is_not_batched_again_and_does_not_stop_the_others(tmp_path: Path) -> None:

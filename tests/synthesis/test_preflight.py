@@ -66,8 +66,6 @@ def test_bad_settings_are_refused_in_one_line(seeds: Path, tmp_path: Path) -> No
     assert "seeds=" in one_line(settings(tmp_path / "nowhere.jsonl", out))
     assert "replay=" in one_line(settings(seeds, out, replay=[str(tmp_path / "nowhere")]))
     assert "distractors=64" in one_line(settings(seeds, out, distractors=64))
-    for url in ("localhost", "http://host:port/v1", "https://", "http://host/v1 "):
-        assert f"endpoint.base_url={url}: no URL" in one_line(settings(seeds, out, endpoint={"base_url": url}))
     assert "no column question" in one_line(settings(seeds, out, columns={"query": "question"}))
     steps = {"judge_positiv": {"model": "o3"}}
     assert "steps.judge_positiv: no such step: did you mean judge_positive?" in one_line(
@@ -80,6 +78,13 @@ def test_bad_settings_are_refused_in_one_line(seeds: Path, tmp_path: Path) -> No
     assert "journal=" in one_line(settings(seeds, out, journal=str(blocked / "journal"), endpoint=keyless))
 
 
+@pytest.mark.parametrize("url", ["localhost", "http://host:port/v1", "https://", "http://host/v1 ", "ftp://host/v1"])
+def test_an_endpoint_needs_a_url(tmp_path: Path, url: str) -> None:
+    with pytest.raises(InputError) as error:
+        settings(tmp_path, tmp_path, endpoint={"base_url": url})
+    assert [fault.setting for fault in error.value.faults] == ["endpoint.base_url"]
+
+
 def test_batches_need_a_journal_on_a_disk(bucket: str, seeds: Path, tmp_path: Path) -> None:
     stored = {"journal": f"{bucket}/journal", "endpoint": {"api_key_env": None}}
     given = settings(seeds, tmp_path / "out", **stored, batches={})
@@ -87,13 +92,6 @@ def test_batches_need_a_journal_on_a_disk(bucket: str, seeds: Path, tmp_path: Pa
     given = settings(seeds, tmp_path / "out", **stored)
     check(resolve(given, SeedReader(given), prices.load()))
     assert "journal=s3://nowhere" in one_line(settings(seeds, tmp_path / "out", journal="s3://nowhere/journal"))
-
-
-def test_batches_need_the_key_of_their_own_endpoint(
-    no_key: None, seeds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = settings(seeds, tmp_path / "out", batches={}, more_endpoints=[{"api_key_env": None}])
-    assert "endpoint.api_key_env=OPENAI_API_KEY: not set" in one_line(given)
 
 
 def test_limits_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch, seeds: Path, tmp_path: Path) -> None:
@@ -109,4 +107,3 @@ def test_limits_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch,
     assert "prices=" in refused(prices=str(tmp_path / "nowhere.yaml"))
     (tmp_path / "prices.yaml").write_text("gpt-4o-mini: 3\n")
     assert "no price table" in refused(prices=str(tmp_path / "prices.yaml"))
-    assert "more_endpoints.0.base_url=ftp" in refused(more_endpoints=[{"base_url": "ftp://x", "api_key_env": None}])

@@ -1,12 +1,15 @@
 """The limits of whole runs."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from infembed_ray.errors import InputError
+from infembed_ray.records.tables import Seed
 from infembed_ray.synthesis import distributed
 from infembed_ray.synthesis.distributed import run
+from infembed_ray.synthesis.tasks import partition_of
 from tests.support.stand_in_llm import StandIn, stand_in
 from tests.synthesis.runs import answered_most, settings
 
@@ -54,3 +57,10 @@ def test_all_actors_keep_the_budget_and_a_higher_budget_resumes(ray_cluster: Non
         assert whole.manifest["usd"] + whole.manifest["usd_replayed"] <= spent_usd(server)
     counts = whole.manifest["counts"]
     assert counts["kept"] + counts["rejected"] + counts["dead_letter"] == 64
+
+
+def test_the_texts_of_a_seed_decide_its_partition_and_partitions_have_about_equal_sizes() -> None:
+    sizes = Counter(partition_of(Seed(str(n), f"query {n}", f"passage {n}"), 8) for n in range(8000))
+    assert sizes.keys() == {f"{number}of8" for number in range(1, 9)}
+    assert 900 < min(sizes.values()) <= max(sizes.values()) < 1100
+    assert partition_of(Seed("a", "query 1", "passage 1"), 8) == partition_of(Seed("b", "query 1", "passage 1"), 8)

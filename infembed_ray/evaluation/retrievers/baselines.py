@@ -115,7 +115,7 @@ def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str,
     """Return a retriever's part of the identity of a `steps.Step`: paths, and names of what is not a path.
 
     Raises:
-        InputError: there is no such model, a package is missing, or an API has no URL.
+        InputError: there is no such model, or a package is missing.
     """
     kind, names = settings.kind, {"retriever": json.dumps(settings.identity(), sort_keys=True)}
     if kind == "sentence_transformers" and importlib.util.find_spec("sentence_transformers") is None:
@@ -130,10 +130,7 @@ def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str,
 
         terms.tokenizer(settings.bm25, where)
     if kind == "api":
-        url = settings.endpoint.base_url
-        if not url.startswith(("http://", "https://")):
-            raise InputError.of(f"{where}.endpoint.base_url", url, "not a URL", "write it like https://host/v1")
-        return {}, names | {"model": f"{url} {settings.model}"}
+        return {}, names | {"model": f"{settings.endpoint.base_url} {settings.model}"}
     if kind == "run":
         return {"model": place_of(settings.model)}, names
     paths = dict[str, Place]()

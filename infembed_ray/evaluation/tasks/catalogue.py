@@ -127,7 +127,7 @@ def find(name: str) -> TaskEntry | None:
     benchmark = name.split("/")[0]
     if benchmark in BENCHMARKS:
         valid = nearest(name, [task for task in TASKS if task.startswith(f"{benchmark}/")])
-        raise InputError(f"tasks={name}: no such task ({valid}); for a directory of that name write ./{name}")
+        raise InputError.of("tasks", name, f"no such task ({valid})", f"for a directory of that name write ./{name}")
     if Path(name).expanduser().exists():
         return None
     if parts := _HUB_NAME.fullmatch(name):

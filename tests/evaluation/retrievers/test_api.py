@@ -87,10 +87,3 @@ def test_what_cannot_be_embedded_is_an_error_that_names_the_model(server, monkey
         encoder(server, model=model).encode_passages(PASSAGES[:4])
     (found,) = refused.value.faults
     assert (found.setting, found.value) == ("model", model)
-
-
-def test_an_endpoint_without_a_url_is_rejected_before_any_request():
-    settings = baselines.resolve("x", {"baseline": "openai-v3-large", "endpoint": {"base_url": "localhost"}})
-    with pytest.raises(InputError) as refused:
-        baselines.inputs(settings, "models.x")
-    assert refused.value.faults[0].setting == "models.x.endpoint.base_url"
