@@ -162,7 +162,8 @@ def _read(place: Place) -> Run | None:
         return None
     if not (isinstance(manifest, dict) and {"stage", "identity", "created", "seconds", "inputs"} <= manifest.keys()):
         return None
-    code, settings = manifest.get("provenance", {}).get("code", {}), manifest.get("settings", {})
+    commit = manifest.get("provenance", {}).get("code", {}).get("commit") or ""
+    settings = manifest.get("settings", {})
     inputs = {stage: {"address": made["address"]} for stage, made in manifest.get("stages", {}).items()}
     inputs |= {
         name: {"address": entry["path"], "fingerprint": entry["fingerprint"]}
@@ -174,7 +175,7 @@ def _read(place: Place) -> Run | None:
         "address": address(place),
         **NOTHING,
         **{name: manifest[name] for name in ("stage", "identity", "created", "seconds")},
-        "commit": (code.get("commit") or "")[:12] + ("+" if code.get("uncommitted") else ""),
+        "commit": commit[:12] + commit[40:],  # with the mark of uncommitted changes
         "usd": manifest.get("usd") or 0.0,
         "gates": {name: limit for name, limit in (settings.get("gates") or {}).items() if limit is not None},
         "next": NEXT.get(manifest["stage"], "").format(address(place)),

@@ -183,7 +183,7 @@ class EvaluateSettings(Settings):
         description="measures by ir_measures' names (nDCG@10, P@5, RR, bpref): further figures of published tasks and "
         "records; of other collections the figures beside p-MRR and Robustness@10",
     )
-    data: str | None = runtime_field(
+    data: InputPath | None = runtime_field(
         None,
         description="directory with data sets of the hub, OWNER/NAME, as `hf download` writes them; null: download them to "
         "the cache of the hub's client",

@@ -47,6 +47,5 @@ class CompactSettings(Settings):
     """`infembed index compact`: an index + the changes since -> its next version."""
 
     index: IndexPath = runtime_field(description="output directory of `infembed index`, or one version in it")
-    memory_gib: float | None = Field(None, gt=0, description="new limit of a shard's memory (GiB); null: unchanged")
     keep_versions: int | None = runtime_field(None, ge=2, description="newest versions to keep; null: all")
     cpus_per_shard: float = runtime_field(1.0, gt=0, description="CPUs and threads per task that builds a shard")

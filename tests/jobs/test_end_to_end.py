@@ -183,8 +183,8 @@ def test_a_repeated_job_does_nothing_and_says_why(job, request):
 def test_the_manifest_names_the_job_and_the_code_without_a_checkout(trained):
     found = trained.manifest["provenance"]
     assert re.fullmatch(r"raysubmit_\w+", found["job"]["submission_id"])
-    assert found["nodes"][0]["resources"]["CPU"] == 8
-    assert found["code"] == provenance.code() | {"commit": None, "uncommitted": None}
+    assert found["cluster"]["CPU"] == 8
+    assert found["code"] == provenance.code() | {"commit": None}
 
 
 def test_keys_leave_no_trace_in_logs_and_outputs(synthesized, directory):

@@ -25,7 +25,7 @@ from infembed_ray.evaluation.tasks.task import CORPUS, ROBUSTNESS, Figure, Query
 from infembed_ray.records.tables import FORMATS
 from infembed_ray.storage.object_store import is_uri
 from infembed_ray.storage.places import Place, errors_at, read_binary
-from infembed_ray.storage.steps import open_input
+from infembed_ray.storage.steps import find_input
 
 MEASURES = ("nDCG@10", "recall@100", "MAP@1000", "MRR@10")
 """Figures of your own collection, beside p-MRR and Robustness@10, if the settings give no measures."""
@@ -190,7 +190,7 @@ def read_repository(repository: Repository, split: str = "test") -> Task:
 
 def _located(name: str) -> tuple[Place, str | None]:
     """Return the directory and the split of a path or a URI; the file and None for judgements without a corpus."""
-    given = open_input(name, "tasks") if is_uri(name) else Path(name).expanduser().absolute()
+    given = find_input(name, "tasks") if is_uri(name) else Path(name).expanduser().absolute()
     directory = given.parent.parent
     if given.suffix in FORMATS and has_corpus(directory):
         return directory, given.stem

@@ -14,7 +14,7 @@ import numpy as np
 
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.precision import cpu_has_bf16
+from infembed_ray.modeling.linear import cpu_has_bf16
 from infembed_ray.modeling.tokenizer import TextTokenizer, Tokens
 from infembed_ray.progress import say
 from infembed_ray.serving import startup
