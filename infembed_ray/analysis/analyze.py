@@ -160,8 +160,9 @@ def prepare(settings: AnalyzeSettings) -> tuple[dict[str, Place], Step]:
     paths_by_setting |= {f"evaluations.{label}": file for label, file in settings.evaluations.items()}
     paths_by_setting |= {f"agreement.files.{number}": file for number, file in enumerate(settings.agreement.files)}
     paths_by_setting["records"] = settings.records
-    _, (encoder_paths, encoder_names), *paths = check_all(
-        lambda: _check_labels(settings),
+    if LABEL in settings.compare:
+        raise InputError.of(f"compare.{LABEL}", None, "is the label of the records", "choose another label")
+    (encoder_paths, encoder_names), *paths = check_all(
         lambda: _encoder_identity(settings),
         *(partial(find_input, file, setting) for setting, file in paths_by_setting.items()),
     )
@@ -184,25 +185,16 @@ def read(settings: AnalyzeSettings, files: Mapping[str, Place]) -> AnalysisInput
     def of_section(prefix: str) -> dict[str, Place]:
         return {name.removeprefix(prefix): file for name, file in files.items() if name.startswith(prefix)}
 
-    compared, evaluations, answers = (
-        of_section("compare."),
-        of_section("evaluations."),
-        list(of_section("agreement.files.").values()),
-    )
+    compared, evaluations = of_section("compare."), of_section("evaluations.")
     tasks: list[Callable[[], Any]] = [
         lambda: inputs.read(files["records"], "records"),
-        lambda: _rated(settings, answers),
+        lambda: _rated(settings, list(of_section("agreement.files.").values())),
         *(partial(diversity.read, label, file, f"compare.{label}") for label, file in compared.items()),
-        *(partial(_evaluation, file, f"evaluations.{label}") for label, file in evaluations.items()),
+        *(partial(EvaluationTexts.read, file, f"evaluations.{label}") for label, file in evaluations.items()),
     ]
     records, (references, rating), *sets = check_all(*tasks)
-    return AnalysisInputs(
-        records,
-        sets[: len(compared)],
-        dict(zip(evaluations, sets[len(compared) :], strict=True)),
-        references,
-        rating,
-    )
+    texts = dict(zip(evaluations, sets[len(compared) :], strict=True))
+    return AnalysisInputs(records, sets[: len(compared)], texts, references, rating)
 
 
 def _rated(settings: AnalyzeSettings, files: Sequence[Place]) -> tuple[Answers, Rating | None]:
@@ -215,15 +207,6 @@ def _rated(settings: AnalyzeSettings, files: Sequence[Place]) -> tuple[Answers, 
     from infembed_ray.analysis import raters  # imports the LLM client
 
     return references, raters.prepare(settings, files, references)
-
-
-def _evaluation(file: Place, name: str) -> EvaluationTexts:
-    return EvaluationTexts.of(contamination.read(file, name))
-
-
-def _check_labels(settings: AnalyzeSettings) -> None:
-    if LABEL in settings.compare:
-        raise InputError.of(f"compare.{LABEL}", None, "is the label of the records", "choose another label")
 
 
 def _encoder_identity(settings: AnalyzeSettings) -> tuple[dict[str, Place], dict[str, str]]:

@@ -49,6 +49,11 @@ class EvaluationTexts:
                 waiting = []
         return cls(number, np.unique(np.concatenate([*parts, *waiting])))
 
+    @classmethod
+    def read(cls, path: Place, name: str) -> EvaluationTexts:
+        """Hash the texts of a file or a directory; InputError as `read`."""
+        return cls.of(read(path, name))
+
     def shared(self, text: str) -> str | None:
         """Return the first words that a text shares with the set; None if there are none."""
         words = normalised(text).split()

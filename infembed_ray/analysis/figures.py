@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,12 +31,6 @@ STEPS = (
 """Steps of synthesis that can lose a row, in order."""
 PAPER_MEANS = {"instruction": 35.57, "query": 8.06, "passage": 55.2}
 """Mean words of the published InF-IR set (paper, Table 1, columns Avg. I, Avg. Q, Avg. P)."""
-PAPER_SIZE: Section = {
-    "source": None,
-    "texts": {"instruction": 77_500, "query": 77_500, "passage": 116_200},
-    "mean_words": PAPER_MEANS,
-}
-"""The published InF-IR set (paper, Table 1); its counts are rounded."""
 
 
 def funnel(records: RecordSet) -> Section:
@@ -48,7 +42,7 @@ def funnel(records: RecordSet) -> Section:
         `steps`, the rows that each step reached and lost; and the kept records for which a complement was asked for.
     """
     kept, rejected, dead = len(records.kept), len(records.rejected), len(records.dead_letter)
-    seeds = records.counts.get("seeds")
+    seeds = records.manifest.get("counts", {}).get("seeds")
     faults = [row["fault"] for row in records.complements if row["fault"] is not None]
     return {
         "seeds": seeds,
@@ -102,41 +96,14 @@ def verdicts(records: RecordSet) -> list[Section]:
 
 
 def lengths(records: Sequence[Record]) -> list[Section]:
-    """Measure the words (split at white space) of each kind of text, in all its columns (`column` None) and in each."""
-    if not records:
-        return []
+    """Measure the words (split at white space) of each kind of text, next to the mean of the paper's set."""
     measured = []
-    for kind, columns in KINDS.items():
-        words = {column: [len(getattr(record, column).split()) for record in records] for column in columns}
-        pooled = [n for of_column in words.values() for n in of_column]
-        for column, numbers in ((None, pooled), *words.items()):
-            p5, p50, p95 = (float(p) for p in np.percentile(numbers, (5, 50, 95)))
-            section = {
-                "kind": kind,
-                "column": column,
-                "mean": float(np.mean(numbers)),
-                "p5": p5,
-                "p50": p50,
-                "p95": p95,
-            }
-            measured.append(section | {"paper_mean": PAPER_MEANS[kind]})
+    for kind, columns in KINDS.items() if records else ():
+        words = [len(getattr(record, column).split()) for record in records for column in columns]
+        p5, p50, p95 = (float(p) for p in np.percentile(words, (5, 50, 95)))
+        section = {"kind": kind, "mean": float(np.mean(words)), "p5": p5, "p50": p50, "p95": p95}
+        measured.append(section | {"paper_mean": PAPER_MEANS[kind]})
     return measured
-
-
-def sizes(records: Sequence[Record]) -> list[Section]:
-    """Return distinct texts and mean words by kind, of all records and, if they have several, of each source."""
-    by_source: defaultdict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        by_source[record.source].append(record)
-    several = sorted(by_source, key=lambda source: -len(by_source[source])) if len(by_source) > 1 else []
-    parts = [(None, records), *((source, by_source[source]) for source in several)]
-    return [_size(source, part) for source, part in parts if part]
-
-
-def _size(source: str | None, records: Sequence[Record]) -> Section:
-    texts = {kind: [getattr(record, column) for record in records for column in KINDS[kind]] for kind in KINDS}
-    means = {kind: float(np.mean([len(text.split()) for text in of_kind])) for kind, of_kind in texts.items()}
-    return {"source": source, "texts": {kind: len(set(texts[kind])) for kind in KINDS}, "mean_words": means}
 
 
 def cost(records: RecordSet) -> Section | None:
@@ -144,19 +111,15 @@ def cost(records: RecordSet) -> Section | None:
 
     Returns:
         Per part and in `total`: `rows`, tokens and `usd` (None without a price for every model); `usd_per_1000_kept` with the
-        cost of the lost rows; `calls` and `replayed` answers of the run; `mean_latency_s`.
+        cost of the lost rows.
     """
     every = [row for rows in records.provenance.values() for row in rows]
     if not every:
         return None
     parts = {name: _spent(rows) for name, rows in {**records.provenance, "total": every}.items()}
     usd = parts["total"]["usd"]
-    return parts | {
-        "usd_per_1000_kept": 1000 * usd / len(records.kept) if records.kept and usd is not None else None,
-        "calls": records.counts.get("calls"),
-        "replayed": records.counts.get("replayed"),
-        "mean_latency_s": records.manifest.get("traffic", {}).get("mean_latency_s"),
-    }
+    per_kept = 1000 * usd / len(records.kept) if records.kept and usd is not None else None
+    return parts | {"usd_per_1000_kept": per_kept}
 
 
 def _spent(provenance: Rows) -> Section:

@@ -41,12 +41,6 @@ class RecordSet:
     provenance: Mapping[str, Rows]
     manifest: Mapping[str, Any]
 
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Counts of the manifest."""
-        counts: Mapping[str, int] = self.manifest.get("counts", {})
-        return counts
-
 
 def read(path: Place, name: str) -> RecordSet:
     """Read a synthesis output (a directory) or a file of records.

@@ -10,7 +10,7 @@ from typing import Any
 
 from infembed_ray.analysis.clean import Removal
 from infembed_ray.analysis.contamination import NGRAM
-from infembed_ray.analysis.figures import PAPER_SIZE, Section, cost, funnel, lengths, sizes, verdicts
+from infembed_ray.analysis.figures import Section, cost, funnel, lengths, verdicts
 from infembed_ray.analysis.inputs import RecordSet
 from infembed_ray.analysis.near_duplicates import THRESHOLD, duplicates
 from infembed_ray.reporting import page
@@ -47,7 +47,6 @@ def summarise(records: RecordSet, **findings: Any) -> Section:
         "funnel": funnel(records),
         "verdicts": verdicts(records),
         "lengths": lengths(kept),
-        "sizes": sizes(kept),
         "topics": dict(Counter(record.topic for record in kept if record.topic is not None).most_common()),
         "sources": dict(Counter(record.source for record in kept).most_common()),
         "duplicates": duplicates(kept),
@@ -97,8 +96,6 @@ def _lines(report: Section) -> Iterator[tuple[str, str]]:
             yield f"{spent['total']['usd']:,.2f}", "USD"
         if spent["usd_per_1000_kept"] is not None:
             yield f"{spent['usd_per_1000_kept']:,.2f}", "USD per 1,000 kept records"
-        if spent["mean_latency_s"] is not None:
-            yield f"{spent['mean_latency_s']:.2f}", "mean latency of the requests (s)"
 
 
 def _kappas(study: Section) -> Iterator[tuple[str, str]]:
@@ -123,9 +120,6 @@ def as_html(report: Section, rows: Sequence[Section], source: str) -> str:
     """Render the quality report of the records `source`, with rows to browse."""
     study, measured = report["agreement"], report["diversities"]
     kappas = [] if study is None else [each["kappa"] for each in (*study["pairs"], *study["llm_raters"])]
-    longest: dict[str, float] = {}
-    for each in report["lengths"]:
-        longest[each["kind"]] = max(longest.get(each["kind"], 0.0), each["p95"], each["mean"], each["paper_mean"])
     return page.render(
         "infembed_ray.analysis",
         "report.html",
@@ -135,8 +129,7 @@ def as_html(report: Section, rows: Sequence[Section], source: str) -> str:
         source=source,
         ngram=NGRAM,
         threshold=THRESHOLD,
-        paper_size=PAPER_SIZE,
-        length_scales={kind: Scale(0.0, most) for kind, most in longest.items()},
+        length_scale=lambda words: Scale(0.0, max(words["p95"], words["mean"], words["paper_mean"])),
         kappa_scale=Scale(min([0.0, *(kappa["low"] for kappa in kappas if kappa["low"] is not None)]), 1.0),
         most_aps=max((d["aps"] for d in measured if d["aps"] is not None), default=None),
         most_ingf={d["kind"]: max(e["ingf"] for e in measured if e["kind"] == d["kind"]) for d in measured},

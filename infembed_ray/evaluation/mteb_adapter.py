@@ -1,4 +1,4 @@
-"""The package's encoders and rerankers as models of mteb 2 (https://github.com/embeddings-benchmark/mteb).
+"""The package's encoders as models of mteb 2 (https://github.com/embeddings-benchmark/mteb).
 
     model = mteb_adapter.load("runs/train")
     mteb.evaluate(model, mteb.get_tasks(tasks=["Core17InstructionRetrieval"]))
@@ -18,7 +18,7 @@ import torch
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.retrievers.retriever import PairReranker, Ranker, TextEncoder
+from infembed_ray.evaluation.retrievers.retriever import TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
 
 if TYPE_CHECKING:
@@ -56,18 +56,6 @@ class MtebEncoder:
         return (_matrix(embeddings1) * _matrix(embeddings2)).sum(-1)
 
 
-class MtebReranker:
-    """A reranker as mteb's `CrossEncoderProtocol`. mteb passes pairs of a query, with its instruction, and a candidate."""
-
-    def __init__(self, reranker: PairReranker, meta: ModelMeta) -> None:
-        self.reranker = reranker
-        self.mteb_model_meta = meta
-
-    def predict(self, inputs1: Any, inputs2: Any, *, task_metadata: Any, **options: Any) -> np.ndarray:
-        """Score the pairs of n queries and n passages: (n) float32."""
-        return self.reranker.score(list(zip(_queries(inputs1), _passages(inputs2), strict=True)))
-
-
 def _passages(inputs: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     return (text for batch in inputs for text in batch["text"])
 
@@ -84,8 +72,8 @@ def _matrix(embeddings: Any) -> torch.Tensor:
     return torch.atleast_2d(torch.as_tensor(embeddings))
 
 
-def load(model: str, device: str = "cpu") -> MtebEncoder | MtebReranker:
-    """Load an encoder or a reranker for `mteb.evaluate`.
+def load(model: str, device: str = "cpu") -> MtebEncoder:
+    """Load an encoder for `mteb.evaluate`.
 
     Results are stored under the directory's name (`infembed/train`; hub models under their own), with a hash of everything
     that decides the embeddings as the revision.
@@ -95,24 +83,23 @@ def load(model: str, device: str = "cpu") -> MtebEncoder | MtebReranker:
         device: torch device.
 
     Raises:
-        InputError: there is no such model, it ranks whole tasks, or mteb is not installed.
+        InputError: there is no such model, it is no encoder, or mteb is not installed.
     """
     if importlib.util.find_spec("mteb") is None:
         raise InputError("mteb is not installed; pip install 'infembed-ray[mteb]'")
     from mteb.models import ModelMeta
 
     loaded = baselines.load(baselines.resolve("mteb", model), device)
-    if isinstance(loaded, Ranker):
-        raise InputError(f"model={model}: neither an encoder nor a reranker; give one, or use infembed evaluate")
+    if not isinstance(loaded, TextEncoder):
+        raise InputError.of("model", model, "is no encoder", "use infembed evaluate")
     hub = model.count("/") == 1 and not model.startswith((".", "~", "/")) and not Path(model).exists()
-    reranks = isinstance(loaded, PairReranker)
     meta = ModelMeta(
         **dict.fromkeys(_UNKNOWN),
         name=model if hub else f"infembed/{Path(model).absolute().name}",
         revision=loaded.identity,
         framework=[],
-        similarity_fn_name=None if reranks else "dot",
-        model_type=["cross-encoder" if reranks else "dense"],
+        similarity_fn_name="dot",
+        model_type=["dense"],
         use_instructions=True,
     )
-    return MtebReranker(loaded, meta) if isinstance(loaded, PairReranker) else MtebEncoder(loaded, meta)
+    return MtebEncoder(loaded, meta)

@@ -85,11 +85,5 @@ def publish(output: Path, rows: Rows = ROWS, seeds: int | None = None) -> Path:
         if rows.complements:
             tables.write(staging.path / tables.COMPLEMENTS_FILE, tables.COMPLEMENT, rows.complements)
         sizes = {"kept": len(rows.kept), "rejected": len(rows.rejected), "dead_letter": len(rows.dead_letter)}
-        staging.counts = {
-            "seeds": sum(sizes.values()) if seeds is None else seeds,
-            **sizes,
-            "calls": 40,
-            "replayed": 2,
-        }
-        staging.facts = {"traffic": {"mean_latency_s": 4.25}}
+        staging.counts = {"seeds": sum(sizes.values()) if seeds is None else seeds, **sizes}
     return output

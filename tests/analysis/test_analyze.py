@@ -24,7 +24,7 @@ def test_the_report_of_a_synthesis_output_is_published_and_printed(tmp_path, cap
     counts = {"seeds": 7, "kept": 3, "rejected": 3, "dead_letter": 1, "unaccounted": 0}
     assert counts.items() <= report["funnel"].items()
     assert report["cost"]["total"]["prompt_tokens"] == 7000
-    assert len(report["lengths"]) == 10
+    assert len(report["lengths"]) == 3
     assert (published.path / "report.html").read_text().startswith("<!doctype html>")
     assert published.manifest["counts"] == {"kept": 3, "rejected": 3, "dead_letter": 1}
 
@@ -35,7 +35,6 @@ def test_the_report_of_a_synthesis_output_is_published_and_printed(tmp_path, cap
     assert ["60.0", "% pass the judge, positive"] in printed
     assert ["7,600", "tokens"] in printed
     assert ["23.33", "USD per 1,000 kept records"] in printed
-    assert ["4.25", "mean latency of the requests (s)"] in printed
 
 
 def test_records_from_elsewhere_are_reported_without_a_funnel(tmp_path, capsys):
@@ -47,43 +46,6 @@ def test_records_from_elsewhere_are_reported_without_a_funnel(tmp_path, capsys):
     assert out.startswith("analyze: 2 records\n")
     assert "seeds" not in out
     assert "USD" not in out
-
-
-def test_a_report_with_other_sets_has_all_comparisons(tmp_path, capsys):
-    wanted = AnalyzeSettings(
-        records=str(publish(tmp_path / "synthesis")),
-        output=str(tmp_path / "report"),
-        compare={
-            "other": str(
-                write_jsonl(tmp_path / "other.jsonl", [{"instruction": f"only for {who}"} for who in ("cooks", "all")])
-            )
-        },
-        agreement={
-            "files": (
-                str(
-                    write_jsonl(
-                        tmp_path / "answers.jsonl", [{"item_id": n, "ann": n % 2, "ben": n // 2} for n in (1, 2, 3)]
-                    )
-                ),
-            )
-        },
-        evaluations={"bench": str(write_jsonl(tmp_path / "bench.jsonl", [{"q": "QUERY of a!"}]))},
-        annotate=2,
-    )
-    published = run(wanted)
-    report = json.loads((published.path / "report.json").read_text())
-    assert [(d["kind"], d["label"], d["sampled"]) for d in report["diversities"]] == [
-        ("instruction", "records", 2),
-        ("instruction", "other", 2),
-        ("query", "records", 6),
-        ("passage", "records", 9),
-    ]
-    assert report["coverages"] == []
-    assert [(a["one"], a["other"], a["items"]) for a in report["agreement"]["pairs"]] == [("ann", "ben", 3)]
-    assert {c["kind"]: c["matching"] for c in report["contaminations"]} == {"instruction": 0, "query": 1, "passage": 0}
-    for name in ("annotate.jsonl", "annotate_key.jsonl"):
-        assert len((published.path / name).read_text().splitlines()) == 2
-    assert "1  of 6 query texts match bench, in whole or in part" in capsys.readouterr().out
 
 
 @pytest.mark.integration
@@ -156,12 +118,15 @@ def test_a_broken_gate_fails_again_when_the_report_is_there_already(tmp_path):
     assert not run(wanted.model_copy(update={"gates": AnalyzeGates(min_kept=0.4)})).fresh
 
 
-def test_inputs_in_an_object_store_are_analysed_in_place_like_local_ones(tmp_path, bucket, monkeypatch):
+def test_a_report_with_other_sets_has_all_comparisons_also_from_an_object_store(tmp_path, bucket, monkeypatch):
     monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
     folder = Folder.open(f"{bucket}/{tmp_path.name}", "records")
     answers = [{"item_id": n, "ann": n % 2, "ben": n // 2} for n in (1, 2, 3)]
     upload(publish(tmp_path / "synthesis"), folder / "synthesis")
-    upload(write_jsonl(tmp_path / "other.jsonl", [{"instruction": "only for cooks"}]), folder / "other.jsonl")
+    upload(
+        write_jsonl(tmp_path / "other.jsonl", [{"instruction": f"only for {who}"} for who in ("cooks", "all")]),
+        folder / "other.jsonl",
+    )
     upload(write_jsonl(tmp_path / "bench" / "b.jsonl", [{"q": "QUERY of a!"}]), folder / "bench/b.jsonl")
     upload(write_jsonl(tmp_path / "answers.jsonl", answers), folder / "answers.jsonl")
 
@@ -177,6 +142,18 @@ def test_inputs_in_an_object_store_are_analysed_in_place_like_local_ones(tmp_pat
         path = run(wanted).path
         return {file.name: file.read_bytes() for file in path.iterdir() if file.name in REPORTED}
 
-    assert set(local := reported(tmp_path)) == set(REPORTED)
+    local = reported(tmp_path)
+    assert set(local) == set(REPORTED)
+    report = json.loads(local["report.json"])
+    assert [(d["kind"], d["label"], d["sampled"]) for d in report["diversities"]] == [
+        ("instruction", "records", 2),
+        ("instruction", "other", 2),
+        ("query", "records", 6),
+        ("passage", "records", 9),
+    ]
+    assert report["coverages"] == []
+    assert [(a["one"], a["other"], a["items"]) for a in report["agreement"]["pairs"]] == [("ann", "ben", 3)]
+    assert {c["kind"]: c["matching"] for c in report["contaminations"]} == {"instruction": 0, "query": 1, "passage": 0}
+    assert [len(local[name].splitlines()) for name in ("annotate.jsonl", "annotate_key.jsonl")] == [2, 2]
     assert reported(folder) == local
     assert not (tmp_path / "scratch").exists()

@@ -53,12 +53,6 @@ def test_all_strings_of_an_evaluation_set_except_ids_are_read(tmp_path):
     assert list(read(tmp_path, "evaluations.e")) == ["q", "p", "t", "x", "z"]
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path):
-    (tmp_path / "e.bin").write_text("x")
-    with pytest.raises(InputError, match=r"evaluations.e=.*unknown format .bin"):
-        list(read(tmp_path / "e.bin", "evaluations.e"))
-
-
 def test_an_empty_directory_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"evaluations.e=.*no files in this directory"):
         list(read(tmp_path, "evaluations.e"))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from infembed_ray.analysis.figures import PAPER_SIZE, STEPS, cost, funnel, lengths, sizes, verdicts
+from infembed_ray.analysis.figures import STEPS, cost, funnel, lengths, verdicts
 from infembed_ray.analysis.inputs import read
 from infembed_ray.storage.steps import resolve
 from infembed_ray.synthesis import pipeline
@@ -58,35 +58,19 @@ def test_complements_are_counted_with_the_reasons_of_rejections(tmp_path):
     assert [loss["rows"] for loss in counts["complement_faults"]] == [2, 1]
 
 
-def test_lengths_are_white_space_separated_words_by_kind_and_by_column():
+def test_lengths_are_white_space_separated_words_by_kind():
     queries = [" ".join(["word"] * n) for n in (1, 2, 3, 4, 10)]
     rows = [record(f"r{n}", query_positive=q, query_negative="two\n words ") for n, q in enumerate(queries)]
-    measured = {(n["kind"], n["column"]): n for n in lengths(rows)}
-    assert len(measured) == 3 + 7
-    positive, pooled = measured["query", "query_positive"], measured["query", None]
-    assert (positive["mean"], positive["p50"]) == (4.0, 3.0)
-    # numpy's default, between the order statistics
-    assert (positive["p5"], positive["p95"]) == (pytest.approx(1.2), pytest.approx(8.8))
+    measured = {n["kind"]: n for n in lengths(rows)}
     words = [1, 2, 3, 4, 10, *[2] * 5]
-    assert (pooled["mean"], pooled["p50"]) == (statistics.fmean(words), statistics.median(words))
-    assert {kind: n["paper_mean"] for (kind, column), n in measured.items() if column is None} == {
+    query = measured["query"]
+    assert (query["mean"], query["p50"]) == (statistics.fmean(words), statistics.median(words))
+    # numpy's default, between the order statistics
+    assert (query["p5"], query["p95"]) == (pytest.approx(1.45), pytest.approx(7.3))
+    assert {kind: n["paper_mean"] for kind, n in measured.items()} == {
         "instruction": 35.57, "query": 8.06, "passage": 55.2
     }  # fmt: skip
     assert lengths([]) == []
-
-
-def test_sizes_are_distinct_texts_and_mean_words_in_all_and_per_source():
-    rows = [
-        record(f"r{n}", source="large" if n else "small", query_positive=f"{n} two", query_negative="the same one")
-        for n in range(3)
-    ]
-    parts = sizes(rows)
-    assert [size["source"] for size in parts] == [None, "large", "small"]
-    assert [size["texts"]["query"] for size in parts] == [4, 3, 2]
-    assert (parts[0]["texts"]["passage"], parts[0]["mean_words"]["query"]) == (9, 2.5)
-    assert [size["source"] for size in sizes(rows[:1])] == [None]
-    assert sizes([]) == []
-    assert PAPER_SIZE["texts"]["query"] == pytest.approx(PAPER_SIZE["texts"]["passage"] * 2 / 3, rel=1e-3)
 
 
 def test_the_cost_per_kept_record_includes_lost_rows(tmp_path):
@@ -94,8 +78,6 @@ def test_the_cost_per_kept_record_includes_lost_rows(tmp_path):
     assert [spent["total"][name] for name in ("rows", "prompt_tokens", "completion_tokens")] == [7, 7000, 600]
     assert [spent[name]["usd"] for name in ("kept", "rejected", "dead_letter")] == pytest.approx([0.03, 0.03, 0.01])
     assert spent["usd_per_1000_kept"] == pytest.approx(1000 * 0.07 / 3)
-    assert (spent["calls"], spent["replayed"]) == (40, 2)
-    assert spent["mean_latency_s"] == 4.25
 
 
 def test_one_unknown_price_makes_the_sum_unknown(tmp_path):

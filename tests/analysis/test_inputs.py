@@ -21,7 +21,7 @@ def test_a_synthesis_output_gives_kept_rejected_and_failed_rows(tmp_path):
         "rejected": 3,
         "dead_letter": 1,
     }
-    assert material.counts["seeds"] == 7
+    assert material.manifest["counts"]["seeds"] == 7
 
 
 def test_an_output_that_kept_nothing_can_be_read(tmp_path):
@@ -35,7 +35,7 @@ def test_a_file_of_records_has_no_rejected_rows_and_no_manifest(tmp_path):
     file.write_text(json.dumps(vars(record("a"))))
     material = read(file, "records")
     assert [r.id for r in material.kept] == ["a"]
-    assert (material.rejected, material.dead_letter, dict(material.counts)) == ([], [], {})
+    assert (material.rejected, material.dead_letter, dict(material.manifest)) == ([], [], {})
     assert set(map(len, material.provenance.values())) == {0}
 
 

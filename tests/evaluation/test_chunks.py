@@ -49,6 +49,12 @@ def test_a_shared_corpus_is_one_file_for_any_chunks_of_the_table(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_corpus_that_the_node_does_not_see_is_reported(tmp_path):
+    with pytest.raises(InputError) as error:
+        shared(tmp_path / "corpora" / "elsewhere.arrow")
+    assert error.value.faults[0].setting == "embeddings"
+
+
 def test_a_converted_corpus_is_linked_and_not_written_again(tmp_path, monkeypatch):
     monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
     source = tmp_path / "source"

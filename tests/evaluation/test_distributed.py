@@ -20,7 +20,7 @@ from infembed_ray.cli.main import main
 from infembed_ray.config.evaluation import EvaluateSettings, GateSettings, RetrieverSettings
 from infembed_ray.errors import GateError
 from infembed_ray.evaluation import results, tables
-from infembed_ray.evaluation.chunks import TEXTS, Chunk, of_queries
+from infembed_ray.evaluation.chunks import TEXTS, of_queries
 from infembed_ray.evaluation.distributed import ComputeChunk, run
 from infembed_ray.evaluation.embeddings import Store
 from infembed_ray.evaluation.inputs import EvaluatedModel
@@ -271,16 +271,6 @@ def settings_file(settings):
     file = Path(settings.output) / "settings.json"
     file.write_text(settings.model_dump_json(exclude_unset=True))
     return file
-
-
-@pytest.mark.ray
-def test_a_node_that_does_not_see_the_embeddings_directory_says_so(ray_cluster, minilm, tmp_path):
-    model = EvaluatedModel("base", baselines.resolve("base", minilm), {}, {})
-    chunks = ray.put([Chunk("passage", corpus=tmp_path / "corpora" / "elsewhere.arrow", rows=range(32))])
-    row = ComputeChunk(model, "identity", tmp_path, chunks, "cpu", 1024)({"id": 0})
-    assert re.match(
-        rf"embeddings={tmp_path}: node .* does not see .*; give a directory that all nodes share", row["fault"]
-    )
 
 
 @pytest.mark.ray

@@ -1,4 +1,4 @@
-"""Measures against trec_eval, mteb, and slow definitions in double precision, written independently of the code."""
+"""Measures against trec_eval, mteb, and values computed by hand."""
 
 from __future__ import annotations
 
@@ -9,45 +9,9 @@ from statistics import fmean
 import numpy as np
 import pytest
 import pytrec_eval
-from hypothesis import given
-from hypothesis import strategies as st
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Change, p_mrr, rank_change, ranks, robustness, trec_measures
-
-DOCUMENTS = [f"d{n}" for n in range(8)]
-scores = st.dictionaries(
-    st.sampled_from(DOCUMENTS),
-    st.integers(-3, 3).map(lambda eighths: eighths / 8),  # few values: many ties; exact in single precision
-    max_size=len(DOCUMENTS),
-)
-
-
-# ------------------------------------------------------------------------------------------- definitions, slowly
-
-
-def ranking(run):
-    """Bubble sort by (score, id) descending."""
-    order = list(run)
-    for _ in order:
-        for i in range(len(order) - 1):
-            a, b = order[i], order[i + 1]
-            if run[a] < run[b] or (run[a] == run[b] and a < b):
-                order[i], order[i + 1] = b, a
-    return order
-
-
-def slow_p_mrr(documents, before, after):
-    def rank(document, run):
-        return ranking(run).index(document) + 1 if document in run else len(run) + 1
-
-    total = 0.0
-    for document in documents:
-        og, new = rank(document, before), rank(document, after)
-        # FollowIR writes it with the reciprocal ranks MRR = 1 / rank.
-        total += (1 / og) / (1 / new) - 1 if og >= new else 1 - (1 / new) / (1 / og)
-    return total / len(documents)
-
 
 # ------------------------------------------------------------------------------------------ trec_eval's measures
 
@@ -162,22 +126,13 @@ def test_p_mrr_equals_that_of_mteb_in_1000_random_cases_with_ties_and_missing_do
     assert min(tied, missing) > 500
 
 
-@given(st.lists(st.sampled_from(DOCUMENTS), min_size=1, unique=True), scores, scores)
-def test_p_mrr_equals_its_definition_with_ties_and_missing_documents(documents, before, after):
-    run = {"og": before, "changed": after}
-    found = p_mrr([Change("og", "changed", tuple(documents))], run)
-    assert found == {"og": pytest.approx(slow_p_mrr(documents, before, after), abs=1e-12)}
-    assert -1 < found["og"] < 1
-    undone = p_mrr([Change("changed", "og", tuple(documents))], run)
-    assert undone == {"changed": pytest.approx(-found["og"], abs=1e-12)}
-
-
 @pytest.mark.parametrize(
     ("original", "changed", "value"),
-    [(1, 4, 0.75), (4, 1, -0.75), (2, 3, 1 / 3), (3, 2, -1 / 3), (5, 5, 0.0), (1, 1001, 1 - 1 / 1001)],
+    [(1, 4, 0.75), (2, 3, 1 / 3), (5, 5, 0.0), (1, 1001, 1 - 1 / 1001)],
 )
 def test_p_mrr_of_one_document_by_hand(original, changed, value):
     assert rank_change(original, changed) == pytest.approx(value)
+    assert rank_change(changed, original) == pytest.approx(-value)
 
 
 def test_p_mrr_averages_documents_and_ranks_a_missing_document_last():

@@ -10,11 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import mteb_adapter
 from infembed_ray.evaluation.metrics import trec_measures
-from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.search import exact_search
 from infembed_ray.evaluation.tasks import catalogue
@@ -22,14 +20,11 @@ from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.encoder import InstructionEncoder
 from tests.evaluation import published
 from tests.evaluation.in_mteb import NAMES, in_mteb, theirs
-from tests.evaluation.retrievers import models
 
 pytestmark = pytest.mark.integration
 
 ROUNDING = 0.5e-5 + 1e-9
 """mteb rounds means of nDCG, MAP and recall to 5 decimals."""
-FOLLOWIR = [f"followir/{name}" for name in published.FOLLOWIR]
-ONE_OF_EACH = ["followir/core17", "mair/dd-15", "bright/leetcode", "instructir"]
 
 
 # ----------------------------------------------------------------------------------------------------- both sides
@@ -89,7 +84,6 @@ def mirror(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", root / "cache")
         published.followir_like(root)
-        published.mair_like(root)
         published.bright_like(root)
         yield published.instructir_like(root)
 
@@ -172,32 +166,6 @@ def test_instructir_agrees(mirror, encoder):
     assert 0 < averages["Robustness@10"] < averages["nDCG@10"]
 
 
-@pytest.mark.parametrize("kind", ["classifier", "seq2seq"])
-def test_rerankers_of_ours_have_the_same_scores_and_figures_in_mteb(kind, mirror, tmp_path, monkeypatch):
-    path = models.bert(tmp_path / "bert", 1) if kind == "classifier" else models.t5(tmp_path / "t5")
-    values = {"kind": kind, "model": path, "plain_query": "{query}", "instructed_query": "{query} {instruction}"}
-    if kind == "seq2seq":
-        values |= {"pair": "Query: {query} Document: {passage} Relevant:", "answers": ("▁true", "▁false")}
-    settings = RetrieverSettings(**values)
-    monkeypatch.setattr(baselines, "resolve", lambda *_: settings)
-    adapted = mteb_adapter.load(path)
-    assert isinstance(adapted, mteb.CrossEncoderProtocol)
-    assert adapted.mteb_model_meta.is_cross_encoder
-    task, other = catalogue.load("followir/core17", str(mirror)), in_mteb("followir/core17", mirror)
-    scores = theirs(other, adapted)
-    texts = published.texts(task)
-    run = {}
-    for query in task.queries:  # pair by pair, in one process
-        pairs = [(query, texts[document]) for document in task.candidates[query.id]]
-        run[query.id] = dict(zip(task.candidates[query.id], adapted.reranker.score(pairs).tolist(), strict=True))
-    for query, ranking in run.items():
-        assert ranking == pytest.approx(other.run[query], rel=1e-3), query  # other batches
-    found = means(score(task, other.run))
-    assert found["p-MRR"] == pytest.approx(scores["p-MRR"], abs=1e-6)
-    assert found["p-MRR"] != 0
-    assert found["MAP@1000"] == pytest.approx(scores["og"]["map_at_1000"], abs=ROUNDING)
-
-
 # ------------------------------------------------------------------------------------------- what the model is given
 
 
@@ -262,7 +230,7 @@ def test_our_tasks_read_the_repositories_and_commits_of_mtebs():
 
 @pytest.mark.parametrize(
     ("model", "fault"),
-    [("bm25", "model=bm25: neither an encoder nor a reranker"), ("./absent", "no such model directory")],
+    [("bm25", "model=bm25: is no encoder"), ("./absent", "no such model directory")],
 )
 def test_what_is_no_model_of_mteb_is_rejected(model, fault):
     with pytest.raises(InputError, match=fault):

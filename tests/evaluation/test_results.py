@@ -76,16 +76,6 @@ def test_the_values_of_the_controls_come_back_with_their_means_and_conventions(t
     assert "violation" in plain["conventions"]
 
 
-def test_every_value_of_a_figure_is_one_row_with_its_group(written):
-    rows = pq.read_table(written / PER_QUERY_FILE).to_pylist()
-    assert {(r["query"], r["group"]) for r in rows if r["figure"] == "MAP@1000"} == {
-        ("1-og", "1"),
-        ("1-changed", "1"),
-        ("2", None),
-    }
-    assert len(rows) == 2 * (1 + 1 + 3)
-
-
 def test_the_file_names_the_conventions_of_its_measures_and_no_others(written):
     plain = json.loads((written / RESULTS_FILE).read_text())
     assert plain["conventions"] == {kind: CONVENTIONS[kind] for kind in ("ranking", "nDCG", "MAP", "p-MRR")}

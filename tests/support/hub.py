@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub: as much of its HTTP interface as downloads of data sets and uploads of models need.
+"""A stand-in for the Hugging Face hub: as much of its HTTP interface as downloads of data sets need.
 
 It serves the repositories of a directory, `<root>/<owner>/<name>`, the same at every commit. Parquet files are listed with
 their SHA-256, as the hub lists large files; other files have none.
@@ -6,7 +6,6 @@ their SHA-256, as the hub lists large files; other files have none.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import re
@@ -23,29 +22,18 @@ COMMIT = "c0ffee" * 6 + "beef"
 """The newest commit."""
 
 _INFO = re.compile(r"/api/datasets/(?P<name>[^/]+/[^/]+)(/revision/(?P<revision>[^/]+))?")
-_TREE = re.compile(r"/api/(datasets|models)/(?P<name>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)/?")
-_PREUPLOAD = re.compile(r"/api/models/(?P<name>[^/]+/[^/]+)/preupload/main")
-_BATCH = re.compile(r"/(?P<name>[^/]+/[^/]+)\.git/info/lfs/objects/batch")
-_COMMIT = re.compile(r"/api/models/(?P<name>[^/]+/[^/]+)/commit/main")
+_TREE = re.compile(r"/api/datasets/(?P<name>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)/?")
 _FILE = re.compile(r"/datasets/(?P<name>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 
 
 @dataclass
 class Hub:
-    """State of a hub: what was requested, and faults to inject."""
+    """State of a hub: what was requested."""
 
     root: Path
     url: str = ""
     downloads: list[str] = field(default_factory=list)
     """`<owner>/<name>/<file>` of every download, in order."""
-    token: str | None = None
-    """Token that uploads need."""
-    created: list[dict[str, Any]] = field(default_factory=list)
-    """Requests to create a repository."""
-    commits: list[list[str]] = field(default_factory=list)
-    """Files of each commit."""
-    objects: dict[str, bytes] = field(default_factory=dict)
-    """Large files by SHA-256."""
 
 
 @contextmanager
@@ -82,60 +70,6 @@ class _Handler(BaseHTTPRequestHandler):
         found = _FILE.fullmatch(unquote(urlsplit(self.path).path))
         assert found is not None, self.path
         self._file(found["name"], found["file"], found["revision"], body=False)
-
-    def do_PUT(self) -> None:
-        content = self._body()
-        self.hub.objects[hashlib.sha256(content).hexdigest()] = content
-        self._answer(200, b"", {})
-
-    def do_POST(self) -> None:
-        path, body = unquote(urlsplit(self.path).path), self._body()
-        if self.hub.token and self.headers["Authorization"] != f"Bearer {self.hub.token}":
-            return self._answer(401, b"", {"X-Error-Message": "Invalid credentials in Authorization header"})
-        if path == "/api/repos/create":
-            asked = json.loads(body)
-            self.hub.created.append(asked)
-            self._json({"url": f"{self.hub.url}/{asked['organization']}/{asked['name']}"})
-        elif path == "/api/validate-yaml":
-            self._json({"errors": [], "warnings": []})
-        elif _PREUPLOAD.fullmatch(path):
-            files = [file["path"] for file in json.loads(body)["files"]]
-            modes = {file: "lfs" if file.endswith(".safetensors") else "regular" for file in files}
-            self._json({"files": [{"path": f, "uploadMode": mode, "shouldIgnore": False} for f, mode in modes.items()]})
-        elif _BATCH.fullmatch(path):
-            upload = {"upload": {"href": f"{self.hub.url}/object"}}
-            self._json({"objects": [one | {"actions": upload} for one in json.loads(body)["objects"]]})
-        elif found := _COMMIT.fullmatch(path):
-            self._commit(self.hub.root / found["name"], [json.loads(line) for line in body.splitlines()])
-        else:
-            self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-
-    def _commit(self, repository: Path, operations: list[dict[str, Any]]) -> None:
-        changed = [operation["value"] for operation in operations if operation["key"] in ("file", "lfsFile")]
-        for file in changed:
-            path = repository / file["path"]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(self.hub.objects[file["oid"]] if "oid" in file else base64.b64decode(file["content"]))
-        for operation in operations:
-            if operation["key"] == "deletedFile":
-                (repository / operation["value"]["path"]).unlink()
-        self.hub.commits.append(sorted(file["path"] for file in changed))
-        self._json(
-            {
-                "commitUrl": f"{self.hub.url}/{repository.relative_to(self.hub.root)}/commit/{COMMIT}",
-                "commitOid": COMMIT,
-            }
-        )
-
-    def _body(self) -> bytes:
-        if "Content-Length" in self.headers:
-            return self.rfile.read(int(self.headers["Content-Length"]))
-        parts = []
-        while size := int(self.rfile.readline(), 16):
-            parts.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
 
     def _info(self, name: str, revision: str | None) -> None:
         repository = self.hub.root / name

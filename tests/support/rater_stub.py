@@ -24,7 +24,7 @@ def expected_kappa(answers: Sequence[str], error: float, choices: Sequence[str])
 
 @contextmanager
 def stub(
-    rows: Sequence[Row], truth: Mapping[str, str], errors: Mapping[str, float], refused: str = "", pause_s: float = 0.0
+    rows: Sequence[Row], truth: Mapping[str, str], errors: Mapping[str, float], pause_s: float = 0.0
 ) -> Iterator[tuple[str, list[str]]]:
     """Serve models named in `errors`; yield the URL and the list of the models of answered requests, without probes.
 
@@ -32,7 +32,6 @@ def stub(
         rows: of the sheet.
         truth: item_id -> right answer, "0" for none.
         errors: model -> share of its answers that are wrong. `broken` answers nothing usable, whatever its rate.
-        refused: parameter that all models refuse.
         pause_s: time that an answer takes.
     """
     asked: list[str] = []
@@ -47,8 +46,6 @@ def stub(
     async def complete(request: web.Request) -> web.Response:
         body = await request.json()
         prompt = body["messages"][0]["content"]
-        if refused in body:
-            return web.json_response({"error": {"message": f"{refused}: not supported", "param": refused}}, status=400)
         if prompt.startswith("This is a test."):
             text = "Answer: none"
         else:

@@ -56,13 +56,6 @@ class Behaviour:
     """A generated passage misses its instruction and query, so no candidate is right."""
     reasoning_models: str = ""
     """Completion tokens that some models use before each answer: `o4-mini=300`."""
-    # Faults of the requests whose prompt holds the given text; empty: of none.
-    surrogate: str = ""
-    """Half of a surrogate pair at the end of the answer."""
-    infinite_usage: str = ""
-    """`"usage": 1e999`, which parses as infinity."""
-    deep: str = ""
-    """A member of the response that is nested 10,000 deep."""
     refused_model: str = ""
     """HTTP 400 for this model, whatever the prompt."""
     refused_parameters: str = ""
@@ -338,18 +331,7 @@ def draw(behaviour: Behaviour, names: Sequence[str], rng: random.Random) -> str 
     return None
 
 
-def distorted(response: dict[str, Any], body: dict[str, Any], how: Behaviour, unreadable: bool = False) -> str:
-    """Encode a response body, distorted as the behaviour says."""
-    prompt = " ".join(message["content"] for message in body["messages"])
-    message = response["choices"][0]["message"]
-    if how.surrogate and how.surrogate in prompt:
-        message["content"] += " \ud83d"
-    raw = {}
-    if how.infinite_usage and how.infinite_usage in prompt:
-        raw["usage"] = "1e999"
-    if unreadable or (how.deep and how.deep in prompt):
-        raw["logprobs"] = "[" * 10_000 + "]" * 10_000
-    text = json.dumps({**response, **{name: f"<{name}>" for name in raw}})
-    for name, value in raw.items():
-        text = text.replace(f'"<{name}>"', value)
-    return text
+def encoded(response: dict[str, Any], unreadable: bool) -> str:
+    """Encode a response body, perhaps with a member that is nested too deep to be read."""
+    text = json.dumps({**response, **({"logprobs": "<deep>"} if unreadable else {})})
+    return text.replace('"<deep>"', "[" * 10_000 + "]" * 10_000)

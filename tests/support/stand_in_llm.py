@@ -52,8 +52,8 @@ from tests.support.stand_in_answers import (
     UNMENDABLE,
     UNUSABLE,
     Behaviour,
-    distorted,
     draw,
+    encoded,
 )
 from tests.support.stand_in_batches import Batches, error_response
 
@@ -222,7 +222,7 @@ class _Server(Batches):
         response = how.completion(body, always)
         request["usage"] = response["usage"]
         request["usage"] = {**request["usage"], "fault": always or fault}
-        text = distorted(response, body, how, always == "unreadable")
+        text = encoded(response, always == "unreadable")
         if fault == "truncated":
             return fault, web.Response(text=text[: len(text) // 2], content_type="application/json")
         if fault == "wrong_charset":

@@ -7,8 +7,7 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,30 +38,11 @@ _WITHOUT_WEIGHTS = ("api", "bm25", "run")
 """Kinds that take neither a device nor a number of tokens."""
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """An entry of baselines.yaml."""
-
-    name: str
-    values: Mapping[str, Any]
-    """Its settings as the file has them."""
-    source: str
-    """Source of prompts, pooling and lengths, and what is uncertain about them."""
-
-    @cached_property
-    def settings(self) -> RetrieverSettings:
-        """Its settings, validated."""
-        return _validated(self.values, self.name, f"{FILE.name}: {self.name}.")
-
-
 @cache
-def entries() -> Mapping[str, Baseline]:
-    """Read the baselines, by name."""
-    listed: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    return {
-        name: Baseline(name, values, values.pop("source"))
-        for name, values in ((name, dict(values)) for name, values in listed.items())
-    }
+def entries() -> Mapping[str, Mapping[str, Any]]:
+    """Read the settings of each baseline, as the file has them. `source`, in the file, is for its readers."""
+    listed: Mapping[str, Mapping[str, Any]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    return {name: {key: v for key, v in values.items() if key != "source"} for name, values in listed.items()}
 
 
 def resolve(
@@ -102,15 +82,11 @@ def _over_baseline(where: str, name: str, given: Mapping[str, Any]) -> Retriever
             f"no such baseline, {nearest(name, entries())}",
             "or give a checkpoint directory, or a hub name like org/model",
         )
-    values = dict(entries()[name].values)
+    values = dict(entries()[name])
     if "model" in given:
         values.pop("revision", None)
-    return _validated(_merged(values, {key: v for key, v in given.items() if key != "baseline"}), name, f"{where}.")
-
-
-def _validated(values: Mapping[str, Any], baseline: str, where: str) -> RetrieverSettings:
-    """Check the values over a baseline together with its own; the result names the baseline."""
-    return RetrieverSettings.from_mapping(dict(values), where).model_copy(update={"baseline": baseline})
+    merged = _merged(values, {key: v for key, v in given.items() if key != "baseline"})
+    return RetrieverSettings.from_mapping(merged, f"{where}.").model_copy(update={"baseline": name})
 
 
 def _merged(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import yaml
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.paper.published import TABLES
@@ -35,20 +36,19 @@ PAIRS = {  # name -> its input for query, instruction and passage, and its answe
 }
 
 
-def entry(name):
-    return baselines.entries()[name]
+SOURCES = yaml.safe_load(baselines.FILE.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_prompts_render_as_documented(name):
-    settings = entry(name).settings
+    settings = baselines.resolve("x", name)
     asked = query_text(settings, QUERY), query_text(settings, PLAIN), passage_text(settings.passage, "P")
     assert asked == DOCUMENTED[name]
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_render_as_documented(name):
-    settings = entry(name).settings
+    settings = baselines.resolve("x", name)
     pair = fill(settings.pair, query=query_text(settings, QUERY), passage=passage_text(settings.passage, "P"))
     assert (pair, settings.answers) == PAIRS[name]
 
@@ -62,11 +62,11 @@ def test_tables_2_and_5_are_complete():
 
 @pytest.mark.parametrize("name", baselines.entries())
 def test_revisions_are_commits_or_marked_as_unknown(name):
-    settings = entry(name).settings
+    settings = baselines.resolve("x", name)
     if settings.revision is not None:
         assert re.fullmatch("[0-9a-f]{40}", settings.revision)
     elif settings.model:
-        assert re.search("revision not known|nor the revision|no revision", entry(name).source)
+        assert re.search("revision not known|nor the revision|no revision", SOURCES[name]["source"])
 
 
 def test_a_nearby_name_is_suggested():
