@@ -69,7 +69,7 @@ def main() -> None:
         exact, _ = faiss.knn(queries, vectors.astype(np.float32), K, faiss.METRIC_INNER_PRODUCT)
         print("| type | bytes a vector | recall@10 | parameters | queries/s, 1 at once | 32 at once | build s |")
         print("|---|---:|---:|---|---:|---:|---:|")
-        for name in options.factories or factories.candidates(len(vectors), vectors.shape[1]):
+        for name in options.factories or factories.candidates(len(vectors)):
             file = directory / f"{name.replace(',', '-')}.faiss"
             began, build_s = time.perf_counter(), None
             if not file.is_file():

@@ -44,9 +44,8 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.planning.index import estimate
 from infembed_ray.retrieval import factory as factories
 from infembed_ray.retrieval.answers import ShardQuery
-from infembed_ray.retrieval.checksums import FileChecksums
 from infembed_ray.retrieval.index import Index
-from infembed_ray.retrieval.shard_files import INDEX_FILE, PASSAGES_FILE, ShardFacts
+from infembed_ray.retrieval.shard_files import INDEX_FILE, PASSAGES_FILE, FileChecksums, ShardFacts
 from infembed_ray.retrieval.shards import Build
 from infembed_ray.retrieval.versions import IndexFacts
 from infembed_ray.serving import replicas

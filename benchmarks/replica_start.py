@@ -51,11 +51,11 @@ START = """
 import asyncio, json, os, sys, time
 import psutil
 from infembed_ray.config.serving import ServeSettings
-from infembed_ray.retrieval import checksums
+from infembed_ray.retrieval import shard_files
 from infembed_ray.serving.release import IndexArguments
 from infembed_ray.serving.replicas import ShardSearch
 
-checksums.THREADS = int(sys.argv[3])
+shard_files.THREADS = int(sys.argv[3])
 os.environ["INFEMBED_SCRATCH"] = sys.argv[2]
 arguments = IndexArguments(index=sys.argv[1], version="v1", settings=ServeSettings(index=""))
 sent, read, began = psutil.net_io_counters().bytes_sent, psutil.Process().io_counters().read_bytes, time.perf_counter()

@@ -12,8 +12,8 @@ from infembed_ray.redaction import masked
 MEMORY = {
     "evaluate": "lower actors or batch_tokens",
     "index": "lower actors or batch_tokens, or raise shards",
-    "mine": "lower workers or batch_tokens",
-    "serve": "lower encoder_replicas, shard_replicas or batch_tokens",
+    "mine": "lower workers",
+    "serve": "lower encoder_replicas or shard_replicas",
     "sweep": "lower concurrent",
     "synthesize": "lower actors or in_flight",
     "train": "lower workers or records_per_step, or set grad_cache_tokens",

@@ -15,7 +15,6 @@ from infembed_ray import InputError, api
 from infembed_ray.config.evaluation import EvaluateSettings
 from infembed_ray.config.training import Lora, TrainSettings, ValidationSettings
 from infembed_ray.records.tables import Record
-from tests.docs.pages import blocks
 from tests.support.files import write_jsonl
 
 
@@ -40,22 +39,12 @@ def test_every_public_name_is_there_with_a_docstring(name: str) -> None:
     assert getattr(infembed_ray, name).__doc__
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = infembed_ray.nothing
-
-
 def test_records_are_loaded_from_a_file(tmp_path: Path) -> None:
     rows = [record(n) for n in range(2)]
     path = write_jsonl(tmp_path / "records.jsonl", [vars(row) for row in rows])
     assert infembed_ray.load_records(str(path)) == rows
     with pytest.raises(InputError, match="records=/nope: no such file"):
         infembed_ray.load_records("/nope")
-
-
-def test_a_wrong_setting_of_a_stage_is_an_input_error() -> None:
-    with pytest.raises(InputError, match=r"epoch: unknown key; did you mean epochs\?"):
-        infembed_ray.train(records="r", model="m", output="o", epoch=1)
 
 
 REQUIRED = {"records": "r", "model": "m", "output": "o"}
@@ -92,12 +81,3 @@ def test_settings_of_another_stage_are_refused() -> None:
         infembed_ray.evaluate(TrainSettings(**REQUIRED))  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"lora\.rank=0: "):
         infembed_ray.train(REQUIRED, lora={"rank": 0})
-
-
-@pytest.mark.parametrize("name", ["load_records", "synthesize", "train", "evaluate", "build_index"])
-def test_every_function_has_a_short_example(name: str) -> None:
-    """tests/docs runs it."""
-    (example,) = [
-        b for b in blocks() if b.page == "infembed_ray/api.py" and f"import {name}" in b.code.replace(",", " import")
-    ]
-    assert len(example.code.splitlines()) <= 10

@@ -84,7 +84,7 @@ def pins() -> dict[str, Requirement]:
 
 
 def test_what_users_install_is_pinned(requirements: list[Requirement]) -> None:
-    extras = ("", "cpu", "gpu", "onnx", "aws", "milvus", "trackers", "mteb", "ir-datasets", "quickstart")
+    extras = ("", "cpu", "gpu", "onnx", "aws", "milvus", "trackers", "mteb", "quickstart")
     asked = {canonicalize_name(name) for extra in extras for name in required(requirements, extra)}
     assert asked <= pins().keys()
 

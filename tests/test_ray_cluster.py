@@ -66,16 +66,6 @@ def test_a_dead_address_is_rejected_at_once(monkeypatch):
     assert not ray.is_initialized()
 
 
-@pytest.mark.parametrize("job", [True, False])
-def test_workers_output_reaches_the_log_of_a_job_but_not_a_terminal(monkeypatch, job):
-    asked = []
-    monkeypatch.setattr(ray, "init", lambda **options: asked.append(options["log_to_driver"]))
-    if job:
-        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    connect()
-    assert asked == [job]
-
-
 @pytest.mark.ray
 def test_the_second_attempt_succeeds_and_a_job_shows_only_its_workers_errors(monkeypatch, capfd):
     real = ray.init

@@ -7,7 +7,6 @@ import inspect
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import ray
@@ -94,11 +93,7 @@ def test_names_of_serve_exist() -> None:
 
 
 def test_with_version_fixes_the_version() -> None:
-    @serve.deployment
-    class Part:
-        pass
-
-    assert ray_compat.with_version(Part, "v1").version == "v1"
+    assert ray_compat.with_version(serve.deployment(type("Part", (), {})), "v1").version == "v1"
 
 
 def test_the_router_knows_its_replicas() -> None:
@@ -106,21 +101,3 @@ def test_the_router_knows_its_replicas() -> None:
     assert "self._asyncio_router = AsyncioRouter(" in inspect.getsource(router.SingletonThreadRouter)
     assert "self._request_router" in inspect.getsource(router.AsyncioRouter)
     assert isinstance(RequestRouter.curr_replicas, property)
-
-
-@pytest.mark.parametrize(
-    ("populated", "replicas", "none"), [(False, {}, False), (True, {}, True), (True, {1: 1}, False)]
-)
-def test_a_deployment_has_no_replicas_once_the_router_has_heard_of_it(
-    populated: bool, replicas: dict[int, int], none: bool
-) -> None:
-    class Handle:
-        def __init__(self) -> None:
-            self._router = self._asyncio_router = self._request_router = self
-            self.curr_replicas = replicas
-
-        def running_replicas_populated(self) -> bool:
-            return populated
-
-    handle: Any = Handle()
-    assert ray_compat.has_no_replicas(handle) is none

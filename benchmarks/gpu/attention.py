@@ -59,13 +59,13 @@ def trees(context: Context) -> Iterator[Result]:
     """Compare B x B pairs of instruction and query as prefix trees, with both masks, with the same pairs one by one."""
     vocabulary = measure.config_of("1.5B", context).vocab_size
     sample = _pairs(3, vocabulary)
-    ways = {"packed": _packed(sample), **_ways_of_trees(sample)}
+    ways = {"packed": _packed(sample), **_ways_of_trees(sample, context)}
     yield _exactness("3 x 3 pairs, 2 layers of 1.5B", "1.5B", context, sample, ways)
     for size, count in (("1.5B", 12), ("1.5B", 24), ("3B", 24)):
         if context.left < 0:
             return
         sample = _pairs(3 if context.tiny else count, vocabulary)
-        ways = {"packed": _packed(sample), "padded": _padded(sample), **_ways_of_trees(sample)}
+        ways = {"packed": _packed(sample), "padded": _padded(sample), **_ways_of_trees(sample, context)}
         backbone = measure.backbone_of(size, context, layers=4)
         enable_packing(backbone)
         taken, memory = {}, {}
@@ -128,8 +128,10 @@ def _padded(sample: list[Tokens], budget: int = ONE_PASS) -> Passes:
     return [(rows, padded([sample[row] for row in rows], 0)) for rows in length_sorted_batches(lengths, budget)]
 
 
-def _ways_of_trees(sample: list[Tokens]) -> dict[str, Passes]:
-    return {"trees": list(prefix_tree.forests(sample, ONE_PASS))}
+def _ways_of_trees(sample: list[Tokens], context: Context) -> dict[str, Passes]:
+    """FlexAttention has no backward pass on a CPU."""
+    kinds = {"dense trees": False} | ({"flex trees": True} if context.device == "cuda" else {})
+    return {name: list(prefix_tree.forests(sample, ONE_PASS, flex)) for name, flex in kinds.items()}
 
 
 def _pairs(count: int, vocabulary: int) -> list[Tokens]:

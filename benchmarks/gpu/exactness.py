@@ -112,9 +112,9 @@ def _layouts(count: int, vocabulary: int, budget: int, context: Context) -> list
 
 
 def _runner(kind: type[KeptGraphs], backbone: Any) -> KeptGraphs:
-    def forward(layout: Layout) -> tuple[Tensor, None]:
+    def forward(layout: Layout) -> Tensor:
         rows = list(range(len(layout.lengths)))
-        return measure.embed(backbone, [(rows, layout)], str(layout.input_ids.device)), None
+        return measure.embed(backbone, [(rows, layout)], str(layout.input_ids.device))
 
     return kind(forward, lambda loss, last: loss.backward())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import os
 import re
@@ -116,9 +117,10 @@ def default_text(value: Any) -> str:
 
 def type_text(annotation: Any) -> str:
     """A type annotation in words; settings classes link to their section."""
-    return describe_type(
-        annotation, lambda value: f"`{value}`", lambda cls: f"[{cls.__name__}](#{cls.__name__.lower()})"
-    )
+    text = describe_type(annotation).replace("|", "\\|")
+    for name in {cls.__name__ for cls in settings_classes(annotation)}:
+        text = re.sub(rf"\b{name}\b", f"[{name}](#{name.lower()})", text)
+    return text
 
 
 # Commands
@@ -219,36 +221,37 @@ def schema_text(schema: dict[str, Any]) -> str:
 
 @cache
 def metrics() -> dict[str, str]:
-    """Name -> help text of every Prometheus metric that the package's source names; a trailing * stands for any ending."""
-    found = {}
+    """Name -> help text of every Prometheus metric that the API's source names, without `_total`."""
+    from infembed_ray.serving.encoder.batching import Counters
+
+    counters = [field.name for field in dataclasses.fields(Counters)]
+    found = {
+        f"infembed_{part}_{name}": f"{name.replace('_', ' ').capitalize()} so far."
+        for part, names in {"encoder": [*counters, "prefix_hits", "prefix_misses"], "reranker": counters}.items()
+        for name in names
+    }
     for file in sorted((PACKAGE / "serving").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and len(node.args) > 1:
                 name, text = (string(argument) for argument in node.args[:2])
-                if name and re.fullmatch(r"infembed_[\w*]+", name):
-                    found[name] = text or ""
+                if name and re.fullmatch(r"infembed_\w+", name):
+                    found[name.removesuffix("_total")] = text or ""
             if isinstance(node, ast.Dict):
                 for key, value in zip(node.keys, node.values, strict=True):
                     name = string(key) if key else None
-                    if name and re.fullmatch(r"infembed_[\w*]+", name) and isinstance(value, ast.Tuple):
-                        found[name] = string(value.elts[0]) or ""
+                    if name and re.fullmatch(r"infembed_\w+", name) and isinstance(value, ast.Tuple):
+                        found[name.removesuffix("_total")] = string(value.elts[0]) or ""
     return found
 
 
 def string(node: ast.expr) -> str | None:
-    """A constant string; a computed part reads as *."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    if isinstance(node, ast.JoinedStr):
-        return "".join(string(part) or "*" for part in node.values)
-    return None
+    """A constant string."""
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def metrics_page() -> str:
     """The Prometheus metrics of the API."""
-    rows = [
-        f"| `{name}` | {text if '*' not in text else 'Counters of the encoder.'} |" for name, text in metrics().items()
-    ]
+    rows = [f"| `{name}` | {text} |" for name, text in metrics().items()]
     return "\n".join(
         [
             "# Metrics\n",

@@ -23,7 +23,6 @@ from infembed_ray.telemetry import running_ray
 PACKAGE = "infembed-ray"
 GIB = 2**30
 LEAST_DISK_GIB = 1
-LEAST_SHARED_MEMORY = 0.5 * GIB
 STALE_S = 600.0
 """Age from which the lock of a build counts as left over."""
 KEY = "OPENAI_API_KEY"
@@ -74,13 +73,10 @@ def _packages() -> Iterator[str]:
     for needed in map(Requirement, metadata.requires(PACKAGE) or []):
         if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
             continue
-        try:
-            version = metadata.version(needed.name)
-        except metadata.PackageNotFoundError:
-            wrong.append(f"{needed.name} is not installed: pip install '{needed}'")
-            continue
-        if not needed.specifier.contains(version, prereleases=True):
-            wrong.append(f"{needed.name} {version} is not supported: pip install '{needed}'")
+        version = next((each.version for each in metadata.distributions(name=needed.name)), None)
+        if version is None or not needed.specifier.contains(version, prereleases=True):
+            state = "is not installed" if version is None else f"{version} is not supported"
+            wrong.append(f"{needed.name} {state}: pip install '{needed}'")
     if wrong:
         raise InputError(*wrong)
     versions = " ".join(f"{name} {metadata.version(name)}" for name in ("ray", "torch", "transformers", "deepspeed"))
@@ -88,27 +84,24 @@ def _packages() -> Iterator[str]:
 
 
 def _gpu() -> Iterator[str]:
-    gpus = _nvidia_smi()
     import torch
 
-    if not gpus:
-        yield f"no NVIDIA GPU; torch uses {torch.get_num_threads()} threads"
-    elif not torch.cuda.is_available():
+    gpus = _nvidia_smi()
+    if gpus and not torch.cuda.is_available():
         raise InputError(
             f"{gpus[0]}, but torch {torch.__version__} for CUDA {torch.version.cuda} cannot use it: install a torch for the "
             "CUDA that nvidia-smi shows, or a newer driver"
         )
-    yield from gpus
+    yield from gpus or [f"no NVIDIA GPU; torch uses {torch.get_num_threads()} threads"]
 
 
 def _nvidia_smi() -> list[str]:
     """Return name, memory and driver of each GPU."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
 
 
 def _faiss() -> Iterator[str]:
@@ -124,15 +117,10 @@ def _deepspeed() -> Iterator[str]:
     extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
     locks = [lock for lock in extensions.glob("**/lock") if time.time() - lock.stat().st_mtime > STALE_S]
     if locks:
-        raise InputError(
-            *(f"a killed build left {lock}, for which a training waits for ever: rm {lock}" for lock in locks)
-        )
-    gpus = _nvidia_smi()
-    if not gpus:
+        raise InputError(*(f"a killed build left {lock}: training waits for it for ever; rm {lock}" for lock in locks))
+    if not _nvidia_smi():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns
-    compiles = not gpus or shutil.which("nvcc") or os.environ.get("CUDA_HOME")
-    without = "; without nvcc and CUDA_HOME, offload to the CPU cannot compile its optimizer: install the CUDA toolkit"
-    yield f"{importlib.import_module('deepspeed').__version__}{'' if compiles else without}"
+    yield importlib.import_module("deepspeed").__version__
 
 
 def _ray() -> Iterator[str]:
@@ -148,9 +136,8 @@ def _ray() -> Iterator[str]:
         yield f"{metadata.version('ray')}; RAY_ADDRESS is not set, so each command starts a cluster of its own"
         return
     if address.startswith(("http://", "https://")):
-        raise InputError.of(
-            "RAY_ADDRESS", address, "the address of the job API", "on the cluster it is HOST:6379 or auto"
-        )
+        fault = "the address of the job API"
+        raise InputError.of("RAY_ADDRESS", address, fault, "on the cluster it is HOST:6379 or auto")
     from infembed_ray.ray_cluster import connect
 
     connect()
@@ -170,9 +157,6 @@ def _space() -> Iterator[str]:
         if free < LEAST_DISK_GIB:
             raise InputError.of(str(place), None, f"{free:.2f} GiB free", "free some space, or use another disk")
         yield f"{place}: {free:.0f} GiB free"
-    shared = Path("/dev/shm")
-    if shared.is_dir() and (size := shutil.disk_usage(shared).total) < LEAST_SHARED_MEMORY:
-        yield f"/dev/shm has {size / GIB:.2f} GiB, so Ray's objects go to disk: docker run --shm-size=2g ..."
 
 
 def _place(value: str) -> Iterator[str]:
@@ -193,6 +177,4 @@ def _endpoint(url: str) -> Iterator[str]:
         models = list_models(Endpoint.from_mapping({"base_url": url, "api_key_env": key}))
     except RunFailure as failure:
         raise InputError(str(failure)) from failure
-    yield "answers" + (
-        "; it does not list its models" if models is None else f" and has {', '.join(sorted(models)[:5])}"
-    )
+    yield f"has {', '.join(sorted(models)[:5])}" if models else "answers; it does not list its models"

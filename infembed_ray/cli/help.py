@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -15,7 +15,7 @@ from infembed_ray.errors import InputError
 _BOUNDS = {"ge": "minimum {:g}", "gt": "above {:g}", "le": "maximum {:g}", "lt": "below {:g}"}
 _LABEL = "LABEL"
 """Stands for a label that the user chooses, in the names of settings in a mapping."""
-_NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+_NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false", NoneType: "null"}
 
 
 def overview(verb: Verb, name: str) -> Iterator[str]:
@@ -23,10 +23,8 @@ def overview(verb: Verb, name: str) -> Iterator[str]:
     fields, lines = verb.settings.model_fields, dict(_walk(verb.settings.model_fields))
     sections = [key for key, field in fields.items() if settings_classes(field.annotation)]
     required = [key for key, field in fields.items() if field.is_required()]
-    for title, keys in (
-        ("required settings", required),
-        ("other settings", [key for key in fields if key not in (*sections, *required)]),
-    ):
+    others = [key for key in fields if key not in (*sections, *required)]
+    for title, keys in {"required settings": required, "other settings": others}.items():
         yield from [f"\n{title}:", *(lines[key] for key in keys)] if keys else []
     for key in sections:
         yield f"\n{lines[key].strip()}"
@@ -82,47 +80,31 @@ def as_yaml(settings: Settings) -> str:
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
-def describe_type(
-    annotation: Any,
-    value: Callable[[Any], str] = str,
-    nested: Callable[[type[Settings]], str] = lambda cls: cls.__name__,
-) -> str:
-    """Describe a type annotation in words.
-
-    Args:
-        value: writes one of a fixed set of values.
-        nested: writes the name of a settings class.
-    """
+def describe_type(annotation: Any) -> str:
+    """Describe a type annotation in words; settings classes by their names."""
     origin, inner = get_origin(annotation), get_args(annotation)
-
-    def describe(part: Any) -> str:
-        return value("null") if part is NoneType else describe_type(part, value, nested)
-
     if origin is Annotated:
-        return describe(inner[0])
+        return describe_type(inner[0])
     if origin is Literal:
-        return " ".join(map(value, inner)) if value is not str else " | ".join(map(str, inner))
+        return " | ".join(map(str, inner))
     if origin in (Union, UnionType):
-        return " or ".join(map(describe, inner))
+        return " or ".join(map(describe_type, inner))
     if origin is tuple:
-        return f"list of {describe(inner[0])}"
+        return f"list of {describe_type(inner[0])}"
     if origin is dict:
-        return f"mapping to {describe(inner[1])}"
+        return f"mapping to {describe_type(inner[1])}"
     if isinstance(annotation, type) and issubclass(annotation, Settings):
-        return nested(annotation)
+        return annotation.__name__
     return _NAMES.get(annotation, "any")
 
 
 def _default(name: str, field: Any, holder: Any) -> str:
     """Describe the default of a field; `holder`, the default of the setting that holds it, may give another value."""
+    value = field.default
     if isinstance(holder, Settings) and name in holder.model_fields_set:
-        return _as_default(getattr(holder, name))
-    if field.is_required():
+        value = getattr(holder, name)
+    elif field.is_required():
         return "required"
-    if isinstance(field.default, Settings):
+    elif isinstance(value, Settings):
         return "its settings follow"
-    return _as_default(field.default)
-
-
-def _as_default(value: Any) -> str:
     return "default " + yaml.safe_dump([value], default_flow_style=True, width=10**6).strip()[1:-1]

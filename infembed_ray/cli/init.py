@@ -26,7 +26,6 @@ def run(directory: str) -> None:
         for name in NAMES[1:]:
             shutil.copyfile(project_files() / name, target / name)
     except OSError as error:
-        raise InputError.of(
-            str(target), None, f"cannot be written ({error.strerror or error})", "choose another directory"
-        ) from error
+        fault = f"cannot be written ({error.strerror or error})"
+        raise InputError.of(str(target), None, fault, "choose another directory") from error
     say(f"init: wrote {', '.join(NAMES)} to {target.resolve()}")

@@ -37,27 +37,14 @@ NEXT = {
     releases.RELEASE: "infembed runs promote {0} ALIAS.release",
 }
 """Stage -> commands that take its output."""
-FINISHED, RUNNING, FAILED, INTERRUPTED = "finished", "running", "failed", "interrupted"
+REMEDY = "give the `output` of a stage or of a pipeline"
 _WORK = re.compile(r"\.(?P<lease>.+)\.(partial|encoded)")
 """Folder in which a run works, with the name of the lease that the run holds."""
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
 
 Run = dict[str, Any]
 """A run as JSON: its state, stage, identity and address, and the fields of NOTHING that are known of it."""
-NOTHING: Run = {
-    "size": 0,
-    "latest": False,
-    "created": "",
-    "seconds": 0.0,
-    "commit": "",
-    "usd": 0.0,
-    "gates": {},
-    "progress": "",
-    "error": "",
-    "next": "",
-    "inputs": {},
-}
+NOTHING: Run = dict.fromkeys(("created", "commit", "progress", "error", "next"), "")
+NOTHING |= {"size": 0, "latest": False, "seconds": 0.0, "usd": 0.0, "gates": {}, "inputs": {}}
 
 
 def _title(run: Run) -> str:
@@ -84,9 +71,7 @@ def print_runs(directory: str, json: bool = False) -> None:
     """
     runs = runs_below(open_place(directory, "DIR"))
     if not runs:
-        raise InputError.of(
-            "DIR", directory, "has no output of a stage", "give the `output` of a stage or of a pipeline"
-        )
+        raise InputError.of("DIR", directory, "has no output of a stage", REMEDY)
     _print(runs, (line for run in runs for line in _lines(run)), json)
 
 
@@ -129,31 +114,30 @@ def clean(directory: str, yes: bool = False, json: bool = False) -> None:
     """
     root = open_place(directory, "DIR")
     with errors_at(root, "DIR"):
-        names = listing(root) if isinstance(root, Folder) or root.is_dir() else {}
+        names = _files(root)
         if not names:
-            raise InputError.of("DIR", directory, "has no files", "give the `output` of a stage or of a pipeline")
+            raise InputError.of("DIR", directory, "has no files", REMEDY)
         removable = [*_stale(root, names), *_old(root, names)]
         for entry in removable if yes else []:
             _remove(place_of(entry["address"]), entry["lease"])
     done = "removed" if yes else "can be removed"
     lines = [f"{done}  {entry['what']}  {_readable(entry['size'])}  {entry['address']}" for entry in removable]
-    total = _readable(sum(entry["size"] for entry in removable))
-    lines.append(
-        f"{done}: {total} of {len(removable)} outputs" + ("" if yes or not removable else "; --yes removes them")
-    )
+    hint = "" if yes or not removable else "; --yes removes them"
+    lines.append(f"{done}: {_readable(sum(entry['size'] for entry in removable))} of {len(removable)} outputs{hint}")
     _print([{**entry, "removed": yes} for entry in removable], iter(lines), json)
-
-
-# ------------------------------------------------------------------------------------------------------------ finding
 
 
 def runs_below(place: Place) -> list[Run]:
     """Return the finished runs below a place, the oldest first, then the unfinished ones."""
     with errors_at(place, "DIR"):
-        names = listing(place) if isinstance(place, Folder) or place.is_dir() else {}
+        names = _files(place)
         finished = sorted(_finished(place, names), key=lambda run: str(run["created"]))
         states = [place / name for name in names if name.endswith(SUFFIX) and not _in_work(name)]
         return [*finished, *map(_unfinished, states)]
+
+
+def _files(place: Place) -> dict[str, int]:
+    return listing(place) if isinstance(place, Folder) or place.is_dir() else {}
 
 
 def _finished(place: Place, names: Mapping[str, int]) -> Iterator[Run]:
@@ -162,9 +146,12 @@ def _finished(place: Place, names: Mapping[str, int]) -> Iterator[Run]:
         if path.name == MANIFEST and not _in_work(name):
             where = place if str(path.parent) == "." else place / str(path.parent)
             if run := _read(where):
-                size = sum(size for other, size in names.items() if PurePosixPath(other).is_relative_to(path.parent))
                 newest = (read_text(place / str(path.parent.parent / LATEST)) or "").strip()
-                yield run | {"size": size, "latest": newest == run["identity"]}
+                yield run | {"size": _size(names, path.parent), "latest": newest == run["identity"]}
+
+
+def _size(names: Mapping[str, int], folder: PurePosixPath) -> int:
+    return sum(size for name, size in names.items() if PurePosixPath(name).is_relative_to(folder))
 
 
 def _read(place: Place) -> Run | None:
@@ -175,7 +162,8 @@ def _read(place: Place) -> Run | None:
         return None
     if not (isinstance(manifest, dict) and {"stage", "identity", "created", "seconds", "inputs"} <= manifest.keys()):
         return None
-    code, settings = manifest.get("provenance", {}).get("code", {}), manifest.get("settings", {})
+    commit = manifest.get("provenance", {}).get("code", {}).get("commit") or ""
+    settings = manifest.get("settings", {})
     inputs = {stage: {"address": made["address"]} for stage, made in manifest.get("stages", {}).items()}
     inputs |= {
         name: {"address": entry["path"], "fingerprint": entry["fingerprint"]}
@@ -183,13 +171,11 @@ def _read(place: Place) -> Run | None:
         if entry["path"] != entry["fingerprint"]  # else it is a value, not a file
     }
     return {
-        "state": FINISHED,
-        **{name: manifest[name] for name in ("stage", "identity")},
+        "state": "finished",
         "address": address(place),
         **NOTHING,
-        "created": str(manifest["created"]),
-        "seconds": manifest["seconds"],
-        "commit": (code.get("commit") or "")[:12] + ("+" if code.get("uncommitted") else ""),
+        **{name: manifest[name] for name in ("stage", "identity", "created", "seconds")},
+        "commit": commit[:12] + commit[40:],  # with the mark of uncommitted changes
         "usd": manifest.get("usd") or 0.0,
         "gates": {name: limit for name, limit in (settings.get("gates") or {}).items() if limit is not None},
         "next": NEXT.get(manifest["stage"], "").format(address(place)),
@@ -217,9 +203,8 @@ def _unfinished(file: Place) -> Run:
     """Return a run from its state. A run without an error that holds no lease was killed; a pipeline holds none."""
     state = read_json(file)
     running = is_held(file.parent, state["run"])
-    what = RUNNING if running else FAILED if state["error"] else INTERRUPTED
     return {
-        "state": what,
+        "state": "running" if running else "failed" if state["error"] else "interrupted",
         "stage": state["stage"],
         "identity": state["run"],
         "address": address(file.parent / state["run"]),
@@ -244,23 +229,23 @@ def _ancestry(run: Run, depth: int = 1) -> Iterator[dict[str, Any]]:
             yield from _ancestry(made, depth + 1)
 
 
-# ----------------------------------------------------------------------------------------------------------- cleaning
-
-
 def _stale(root: Place, names: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """Yield the work of runs that hold no lease."""
     for work in sorted({part for name in names if (part := _in_work(name))}):
         place = root / work
         match = _WORK.fullmatch(place.name)
         if match and not is_held(place.parent, match["lease"]):
-            size = sum(size for name, size in names.items() if PurePosixPath(name).is_relative_to(work))
-            yield {"what": "partial output", "address": address(place), "size": size, "lease": match["lease"]}
+            yield _entry("partial output", place, _size(names, PurePosixPath(work)), match["lease"])
     for state in (PurePosixPath(name) for name in names if name.endswith(SUFFIX)):
         run = state.name.removeprefix(".").removesuffix(SUFFIX)  # in a store, a run writes to its output's folder
-        files = {name: size for name, size in names.items() if PurePosixPath(name).is_relative_to(state.parent / run)}
-        place = root / str(state.parent / run)
-        if files and str(state.parent / run / MANIFEST) not in files and not is_held(place.parent, run):
-            yield {"what": "partial output", "address": address(place), "size": sum(files.values()), "lease": run}
+        folder, place = state.parent / run, root / str(state.parent / run)
+        size = _size(names, folder)
+        if size and str(folder / MANIFEST) not in names and not is_held(place.parent, run):
+            yield _entry("partial output", place, size, run)
+
+
+def _entry(what: str, place: Place, size: int, held: str) -> dict[str, Any]:
+    return {"what": what, "address": address(place), "size": size, "lease": held}
 
 
 def _old(root: Place, names: Mapping[str, int]) -> Iterator[dict[str, Any]]:
@@ -279,8 +264,7 @@ def _old(root: Place, names: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     for where, run in runs.items():
         place = place_of(where)
         if where not in kept and run["identity"] == place.name and read_text(place.parent / LATEST):
-            what = f"old output of `{run['stage']}`"
-            yield {"what": what, "address": where, "size": run["size"], "lease": run["identity"]}
+            yield _entry(f"old output of `{run['stage']}`", place, run["size"], run["identity"])
 
 
 def _remove(place: Place, held: str) -> None:
@@ -298,9 +282,6 @@ def _in_work(name: str) -> str:
     return next((str(parent) for parent in path.parents if _WORK.fullmatch(parent.name)), "")
 
 
-# ----------------------------------------------------------------------------------------------------------- printing
-
-
 def _print(values: Any, lines: Iterator[str], as_json: bool) -> None:
     if as_json:
         print(json.dumps(values, indent=2, ensure_ascii=False))
@@ -310,7 +291,4 @@ def _print(values: Any, lines: Iterator[str], as_json: bool) -> None:
 
 
 def _readable(size: float) -> str:
-    power = 0
-    while size >= 1024 and power < len(_UNITS) - 1:
-        size, power = size / 1024, power + 1
-    return f"{size:.3g} {_UNITS[power]}"
+    return f"{size / 2**20:,.1f} MiB"

@@ -28,9 +28,7 @@ class AgreementSettings(Settings):
         description="files of answers to the same items: item_id, and a column per annotator or judge; LLM raters need one "
         "with instruction, query and passages, as annotate=100 writes it",
     )
-    raters: dict[str, ChatModel] = Field(
-        {}, description="label -> LLM that answers the items, for example new: {model: gpt-5-mini, max_tokens: 2000}"
-    )
+    raters: dict[str, ChatModel] = Field({}, description="label -> LLM that answers the items")
     endpoint: Endpoint = runtime_field(Endpoint(), description="serves the models")
     limits: Limits = runtime_field(Limits(), description="of all LLM raters together")
 
@@ -40,18 +38,14 @@ class AnalyzeSettings(Settings):
 
     records: RecordsPath = runtime_field(description="a published synthesis output, or a file of InF-IR records")
     output: str = runtime_field(description="directory or URI for the published report")
-    compare: dict[str, InputPath] = runtime_field(
-        {}, description="label -> another set: InF-IR records, or a file with columns instruction, query or passage"
-    )
+    compare: dict[str, InputPath] = runtime_field({}, description="label -> a set with instruction, query or passage")
     encoder: ModelName | None = runtime_field(
         None, description="checkpoint or hub name of the encoder; null: no pairwise similarity and no coverage"
     )
     evaluations: dict[str, InputPath] = runtime_field(
         {}, description="label -> a file or directory of an evaluation set whose texts must not be in the records"
     )
-    clean: bool = Field(
-        False, description="publish the records that stay, without near-duplicates and texts of evaluation sets"
-    )
+    clean: bool = Field(False, description="publish records without near-duplicates and texts of evaluation sets")
     annotate: int = Field(0, ge=0, description="number of random items for annotators; 0: none")
     agreement: AgreementSettings = Field(AgreementSettings(), description="answers of annotators and LLM raters")
     gates: AnalyzeGates = runtime_field(AnalyzeGates(), description="limits that the records must keep")

@@ -102,9 +102,7 @@ class RetrieverSettings(Settings):
     pooling: Pooling = Field("auto", description="from token states to one vector; auto: the checkpoint's own")
     append_eos: bool | None = Field(None, description="end texts with EOS; null: if the last token is pooled")
     bidirectional: bool | None = Field(None, description="bidirectional attention in a decoder; null: by its config")
-    dimensions: int | None = Field(
-        None, ge=1, description="leading components of the embeddings to use, or dimensions to request; null: all"
-    )
+    dimensions: int | None = Field(None, ge=1, description="leading components of the embeddings; null: all")
     query_length: int | None = Field(None, ge=1, description="tokens of query and instruction; null: the model's own")
     passage_length: int | None = Field(None, ge=1, description="tokens of a passage; null: the model's own")
     pair_length: int = Field(512, ge=8, description="tokens of a reranker's pair; the passage is truncated first")
@@ -169,9 +167,7 @@ class GateSettings(Settings):
         description="most that either quality may be below the base's, that p-MRR under generic and shuffled may differ "
         "from the base's, and that either quality may move under a paraphrase",
     )
-    pairs_reversed: float = Field(
-        70.0, ge=0, le=100, description="least labelled pairs that the inverse instruction reverses"
-    )
+    pairs_reversed: float = Field(70.0, ge=0, le=100, description="minimum labelled pairs that the inverse reverses")
 
 
 class EvaluateSettings(Settings):
@@ -179,22 +175,20 @@ class EvaluateSettings(Settings):
 
     tasks: tuple[str, ...] = Field(
         (),
-        description="tasks or benchmarks by name (followir/core17, bright), data sets of the hub (mteb/scifact) or of "
-        "ir_datasets (ir_datasets:cranfield), or directories in the layout of mteb or BEIR, or files of judgements, for runs",
+        description="tasks or benchmarks by name (followir/core17, bright), data sets of the hub (mteb/scifact), "
+        "directories in the layout of mteb or BEIR, or files of judgements, for runs",
     )
     measures: tuple[str, ...] = runtime_field(  # the tasks' figures are part of their contents
         (),
         description="measures by ir_measures' names (nDCG@10, P@5, RR, bpref): further figures of published tasks and "
         "records; of other collections the figures beside p-MRR and Robustness@10",
     )
-    data: str | None = runtime_field(
+    data: InputPath | None = runtime_field(
         None,
         description="directory with data sets of the hub, OWNER/NAME, as `hf download` writes them; null: download them to "
         "the cache of the hub's client",
     )
-    records: RecordsPath | None = runtime_field(
-        None, description="InF-IR records (JSONL, Parquet or a published synthesis output) as a task"
-    )
+    records: RecordsPath | None = runtime_field(None, description="InF-IR records or a synthesis output, as a task")
     models: dict[str, NamedRetriever] = runtime_field(
         description="label -> checkpoint directory, hub name, name of a baseline, or a mapping of settings "
         "(docs/guides/retrievers.md); the first model is the baseline of the comparisons"
@@ -206,14 +200,10 @@ class EvaluateSettings(Settings):
         "null: `embeddings` in the output",
     )
     split: str | None = Field(None, description="only records whose column `split` has this value")
-    distractors: InputPath | None = runtime_field(
-        None, description="passages irrelevant to all records: JSONL or Parquet with id and passage or text"
-    )
+    distractors: InputPath | None = runtime_field(None, description="irrelevant passages: id, and passage or text")
     max_distractors: int = Field(1000, ge=0, description="distractors to add to the corpus, from the first")
     depth: int = Field(1000, ge=1, description="documents per ranking")
-    first_stage: str | None = Field(
-        None, description="label of the model whose top documents rerankers score, for tasks without candidates"
-    )
+    first_stage: str | None = Field(None, description="label of the model whose top documents rerankers score")
     rerank: int = Field(100, ge=1, description="documents of the first stage that rerankers score")
     controls: bool = Field(
         True,
@@ -233,10 +223,9 @@ class EvaluateSettings(Settings):
 class ReportSettings(Settings):
     """`infembed report`: the paper's tables and figures from published results, beside the paper's own numbers."""
 
-    results: dict[str, InputPath] = runtime_field(
-        description="label -> published output of `infembed evaluate` or `infembed sweep`"
-    )
+    results: dict[str, InputPath] = runtime_field(description="label -> output of `infembed evaluate` or `sweep`")
     output: str = runtime_field(description="directory for the published report")
-    rows: dict[str, str] = Field(
-        {}, description="model -> its row in Tables 2 and 5, if the names differ; e.g. InF-Embed (e5-base-v2)"
+    rows: dict[str, str] = Field({}, description="model -> its row in Tables 2 and 5, if the names differ")
+    unfiltered: tuple[str, ...] = Field(
+        (), description="labels of results whose models were trained without the quality filter (Figure 6)"
     )

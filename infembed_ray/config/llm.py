@@ -16,20 +16,10 @@ class ChatModel(Settings):
     """An LLM of the synthesis pipeline and its parameters."""
 
     model: str = Field(description="model id at the endpoint, for example gpt-4o-mini; recorded in the provenance")
-    temperature: float | None = Field(
-        None, ge=0, le=2, description="sampling temperature; null: not sent (reasoning models)"
-    )
-    max_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="most completion tokens of an answer, and twice as many after a cut-off one; null: not sent",
-    )
-    reasoning_effort: str | None = Field(
-        None, description="low, medium, high, ... for reasoning models; null: not sent"
-    )
-    structured: bool = Field(
-        False, description="ask for JSON by a strict schema, if the endpoint supports it; false: labelled text"
-    )
+    temperature: float | None = Field(None, ge=0, le=2, description="sampling temperature; null: not sent")
+    max_tokens: int | None = Field(None, ge=1, description="maximum tokens of an answer; null: not sent")
+    reasoning_effort: str | None = Field(None, description="low, medium, high, ... (reasoning models); null: not sent")
+    structured: bool = Field(False, description="ask for JSON by a strict schema; false: labelled text")
 
 
 class Endpoint(Settings):
@@ -79,9 +69,7 @@ class Limits(Settings):
     budget_usd: float | None = runtime_field(
         None, ge=0, description="most USD at list prices over all runs on this journal; the run ends when it is used up"
     )
-    window_s: float = runtime_field(
-        60.0, gt=0, description="length of the sliding windows in seconds; each gets its share of the limits per minute"
-    )
+    window_s: float = runtime_field(60.0, gt=0, description="seconds of the sliding windows of the limits per minute")
 
 
 class Batches(Settings):

@@ -14,9 +14,7 @@ _PODS = re.compile(r"(\d+)(?:-(\d+))?")
 class NodeGroup(Settings):
     """A group of equal Ray nodes. Each node is a pod."""
 
-    resources: dict[str, str | int] = Field(
-        description="Kubernetes resources of a pod, requested and limited: cpu, memory, nvidia.com/gpu, vpc.amazonaws.com/efa"
-    )
+    resources: dict[str, str | int] = Field(description="Kubernetes resources of a pod: cpu, memory, nvidia.com/gpu")
 
     @property
     def gpus(self) -> int:
@@ -27,23 +25,13 @@ class NodeGroup(Settings):
 class ManifestsSettings(Settings):
     """`infembed manifests`: jobs/configs/VERB.yaml -> RayJobs, a RayService and what protects them."""
 
-    output: str = Field(
-        "kubernetes",
-        description="directory of the manifests; files of an earlier run are replaced, all but those of `base`",
-    )
+    output: str = Field("kubernetes", description="directory of the manifests; a rerun replaces all but `base`")
     stages: dict[str, dict[str, int | str] | None] = Field(
         description="verb -> node group -> pods, a number or for `serve` a range such as 2-8; null: no manifest"
     )
-    groups: dict[str, NodeGroup] = Field(
-        description="name -> node group of worker pods; `head`: the head, which runs the drivers of jobs and no tasks"
-    )
-    images: dict[str, str] = Field(
-        description="node group -> container image of its pods; `default`: of the others. Name images by digest"
-    )
-    claim: str | None = Field(
-        None,
-        description="PersistentVolumeClaim (ReadWriteMany) at /mnt/infembed; null: inputs and outputs are in a store",
-    )
+    groups: dict[str, NodeGroup] = Field(description="name -> node group of workers, or of the head (`head`)")
+    images: dict[str, str] = Field(description="node group, or `default` -> container image, best by digest")
+    claim: str | None = Field(None, description="PersistentVolumeClaim (ReadWriteMany) at /mnt/infembed")
 
     @field_validator("stages")
     @classmethod

@@ -11,15 +11,9 @@ from infembed_ray.config.evaluation import NamedRetriever
 class MineSettings(Settings):
     """`infembed mine`: hard negatives from an index for training tuples or InF-IR records."""
 
-    records: RecordsPath = runtime_field(
-        description="training tuples or InF-IR records: a file, a directory of files, or a published output"
-    )
-    columns: dict[str, str | tuple[str, ...]] = Field(
-        {}, description="our column -> its name in the files; positives and negatives may have several"
-    )
-    index: IndexPath = runtime_field(
-        description="output of `infembed index`: the passages to mine, and the encoder that does"
-    )
+    records: RecordsPath = runtime_field(description="training tuples or InF-IR records: file, directory or output")
+    columns: dict[str, str | tuple[str, ...]] = Field({}, description="our column -> its name in the files, or several")
+    index: IndexPath = runtime_field(description="output of `infembed index`: passages to mine, and the encoder")
     output: str = runtime_field(description="directory or object-store URI of the published tuples")
     negatives: int = Field(7, ge=1, description="mined negatives per tuple; its own ones stay, before them")
     max_share: float = Field(

@@ -45,20 +45,14 @@ class PipelineSettings(Settings):
         None,
         description="records -> quality report; `gates` stops the pipeline, `clean` passes on the records that stay",
     )
-    train: Annotated[TrainSettings, filled_in(output="")] | None = Field(
-        None, description="records + backbone -> checkpoint"
-    )
+    train: Annotated[TrainSettings, filled_in(output="")] | None = Field(None, description="records -> checkpoint")
     evaluate: Annotated[EvaluateSettings, filled_in(output="", models={}, gate=TRAINED)] | None = Field(
         None,
         description=f"models (default: `{BASE}`, the backbone, and `{TRAINED}`) -> tables; `gate` (default: `{TRAINED}`) "
         "stops the pipeline",
     )
-    index: Annotated[IndexSettings, filled_in(output="", model="")] | None = Field(
-        None, description="checkpoint + corpus -> index"
-    )
-    serve: Annotated[ServeSettings, filled_in(index="")] | None = Field(
-        None, description="index -> HTTP API; `probes` decide whether it is promoted"
-    )
+    index: Annotated[IndexSettings, filled_in(output="", model="")] | None = Field(None, description="corpus -> index")
+    serve: Annotated[ServeSettings, filled_in(index="")] | None = Field(None, description="index -> HTTP API")
 
     @model_validator(mode="after")
     def _complete(self) -> PipelineSettings:

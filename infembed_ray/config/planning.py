@@ -30,17 +30,10 @@ class PlanTrainSettings(_WithoutFiles, TrainSettings):
     """
 
     gpu: str = Field("a100-80g", description="a GPU of planning/train.py")
-    gpu_usd_per_hour: float | None = Field(
-        None, ge=0, description="price of a GPU and its share of the node; null: no cost"
-    )
+    gpu_usd_per_hour: float | None = Field(None, ge=0, description="price of a GPU with its share of the node")
     epoch_records: int = Field(38_759, ge=1, description="records of an epoch")
-    tokens: tuple[Tokens, Tokens, Tokens] = Field(
-        (48, 11, 75),
-        description="mean tokens of an instruction, a query and a passage",
-    )
-    mfu: float = Field(
-        0.4, gt=0, lt=1, description="MFU (share of the peak) of a step without recomputation, as a run logs it"
-    )
+    tokens: tuple[Tokens, Tokens, Tokens] = Field((48, 11, 75), description="tokens of instruction, query, passage")
+    mfu: float = Field(0.4, gt=0, lt=1, description="share of the peak (MFU) of a step without recomputation")
 
 
 class PlanIndexSettings(_WithoutFiles, IndexSettings):

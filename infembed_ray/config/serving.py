@@ -23,23 +23,13 @@ def collection_name(name: str) -> str:
 class RankingSettings(Settings):
     """How searches are scored. A request can override `exclude` and `hybrid`."""
 
-    exclude: bool = Field(
-        False,
-        description="lower passages that resemble what the instruction excludes, unless the request says otherwise",
-    )
-    exclusion_weight: float = Field(
-        0.6, gt=0, description="weight of what the instruction excludes, against 1 for what it wants"
-    )
+    exclude: bool = Field(False, description="lower passages that resemble what the instruction excludes")
+    exclusion_weight: float = Field(0.6, gt=0, description="weight of what the instruction excludes, against 1")
     exclusion_keeps_instruction: bool = Field(
         False,
         description="with exclude, encode the query under the whole instruction, not under its wanted part: for encoders that are trained on instructions",
     )
-    hybrid: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of BM25 in the score, unless the request says otherwise; needs an index with lexical=true",
-    )
+    hybrid: float = Field(0.0, ge=0, le=1, description="share of BM25 in the score; needs an index with lexical=true")
 
 
 class RerankSettings(Settings):
@@ -56,18 +46,14 @@ class RerankSettings(Settings):
     budget_ms: float = Field(
         1000.0, gt=0, description="milliseconds for re-ranking a search; after them, the retrieval's order is answered"
     )
-    replicas: int = Field(
-        1, ge=1, description="replicas of the reranker, each with the CPUs and GPUs of an encoder replica"
-    )
+    replicas: int = Field(1, ge=1, description="replicas of the reranker, with the CPUs and GPUs of the encoder's")
 
 
 class ServeSettings(Settings):
     """`infembed serve`: checkpoint + index -> HTTP API on Ray Serve."""
 
     index: IndexPath = runtime_field(description="a published index, or milvus+http://HOST:PORT/ALIAS")
-    collections: dict[str, str] = runtime_field(
-        {}, description="further collections behind the same API: name -> their index, as for `index`"
-    )
+    collections: dict[str, str] = runtime_field({}, description="further collections of the API: name -> index")
     store_token_env: str | None = Field(
         "INFEMBED_STORE_TOKEN",
         description="environment variable with the token of an external engine: user:password or an API key; unset: none",
@@ -78,9 +64,7 @@ class ServeSettings(Settings):
     api_keys_env: str | None = Field(
         "INFEMBED_API_KEYS", description="environment variable with comma-separated API keys; unset: no key needed"
     )
-    api_keys_file: str | None = Field(
-        None, description="file of hashed API keys, written by `infembed serve key`; read again when it changes"
-    )
+    api_keys_file: str | None = Field(None, description="file of hashed API keys that `infembed serve key` writes")
     ha_proxy: bool = Field(
         False,
         description="put HAProxy before the ingress: several times the throughput, but it listens on all interfaces",
@@ -105,9 +89,7 @@ class ServeSettings(Settings):
         ge=1,
         description="documents changed per shard at which the API compacts the index and switches; null: never; five times as many are refused with 507",
     )
-    ranking: RankingSettings = Field(
-        RankingSettings(), description="how searches are scored: exclusions of the instruction, and words"
-    )
+    ranking: RankingSettings = Field(RankingSettings(), description="how searches are scored")
     probes: str | None = runtime_field(
         None,
         description="file of queries with their relevant passages (query, instruction, relevant, changed_instruction, changed_relevant) that a new release must answer as well as the current one before it takes over; null: none",
@@ -119,12 +101,8 @@ class ServeSettings(Settings):
         2.0, ge=0, description="p-MRR (x100) on the probes that a new release may lose against the current one"
     )
     rerank: RerankSettings | None = Field(None, description="re-ranking of the first hits; null: none")
-    config_file: str | None = runtime_field(
-        None, description="write a config file for `serve deploy` and start nothing; null: serve"
-    )
-    wait: bool = runtime_field(
-        True, description="stay in the foreground until interrupted; false: leave the API running and return"
-    )
+    config_file: str | None = runtime_field(None, description="write this file for `serve deploy` and start nothing")
+    wait: bool = runtime_field(True, description="stay in the foreground; false: leave the API running")
 
     @field_validator("collections")
     @classmethod

@@ -26,9 +26,7 @@ class SweepSettings(Settings):
         (),
         description="objectives to train, one table row each; []: the objective of `train`, if there are no variants",
     )
-    variants: dict[str, dict[str, Any]] = Field(
-        {}, description="label -> fields of `train` to change; one more row each"
-    )
+    variants: dict[str, dict[str, Any]] = Field({}, description="label -> fields of `train` to change; a row each")
     seeds: tuple[int, ...] = Field(
         (42,), min_length=1, description="seeds of every row; the table shows mean and standard deviation over them"
     )

@@ -17,9 +17,7 @@ class CheapJudge(ChatModel):
     rejects: bool = Field(
         False, description="whether two equal picks of a wrong passage reject the record, too; false: they are a doubt"
     )
-    audit: float = Field(
-        0.05, ge=0, le=1, description="share of the records that it settles for which `judge` is asked too, and decides"
-    )
+    audit: float = Field(0.05, ge=0, le=1, description="share of the settled records that `judge` decides too")
 
 
 class SynthesizeSettings(Settings):
@@ -29,39 +27,21 @@ class SynthesizeSettings(Settings):
         description="a file, or a directory of files: Parquet, JSONL, JSON, CSV or TSV with id, query, passage"
     )
     output: str = runtime_field(description="directory or URI for the published records")
-    journal: str | None = runtime_field(
-        None, description="directory or URI of the response journal; null: OUTPUT/journal"
-    )
-    journal_upload_s: float = runtime_field(
-        60.0,
-        gt=0,
-        description="journal in an object store: seconds between two uploads; losing a node loses the answers since the last one",
-    )
-    replay: tuple[InputPath, ...] = runtime_field(
-        (), description="finished journals (files or directories) that are only read"
-    )
+    journal: str | None = runtime_field(None, description="directory or URI of the journal; null: OUTPUT/journal")
+    journal_upload_s: float = runtime_field(60.0, gt=0, description="seconds between uploads of a journal in a store")
+    replay: tuple[InputPath, ...] = runtime_field((), description="finished journals to read: files or directories")
     columns: dict[str, str] = Field({}, description="our column name -> its name in the seeds file")
     split: str | None = Field(None, description="only seeds of this split: their column `split`, or their file's name")
     limit: int | None = Field(None, ge=1, description="use only the first N seeds")
     generator: ChatModel = Field(ChatModel(model="gpt-4o-mini"), description="writes instructions and negatives")
     judge: ChatModel = Field(ChatModel(model="o4-mini"), description="judges the three scenarios")
-    cheap_judge: CheapJudge | None = Field(
-        None, description="{model: ...}: judges first, and `judge` only where it is in doubt; null: only `judge`"
-    )
-    steps: dict[str, ChatModel] = Field(
-        {}, description="step -> the model for it instead, for example judge_positive: {model: gpt-5}"
-    )
-    prompts: str | None = runtime_field(
-        None, description="directory or URI of your own prompt files, which replace the bundled ones of the same name"
-    )
+    cheap_judge: CheapJudge | None = Field(None, description="judges first, `judge` in doubt; null: only `judge`")
+    steps: dict[str, ChatModel] = Field({}, description="step -> its model, such as judge_positive: {model: gpt-5}")
+    prompts: str | None = runtime_field(None, description="directory or URI of prompt files that replace bundled ones")
     endpoint: Endpoint = runtime_field(Endpoint(), description="serves the models")
-    batches: Batches | None = runtime_field(
-        None, description="{}: ask the Batch API of `endpoint`, at half the price; null: all online"
-    )
+    batches: Batches | None = runtime_field(None, description="{}: the Batch API of `endpoint`; null: online")
     limits: Limits = runtime_field(Limits(), description="of all actors together")
-    prices: str | None = runtime_field(
-        None, description="path or URI of a YAML file like llm/prices.yaml with your own prices, which override it"
-    )
+    prices: str | None = runtime_field(None, description="path or URI of a YAML file like llm/prices.yaml")
     max_dead_letters: float = runtime_field(
         0.1,
         ge=0,
@@ -70,9 +50,7 @@ class SynthesizeSettings(Settings):
     )
     distractors: int = Field(4, ge=0, description="random passages shown to the judge beside the three candidates")
     seed: int = Field(0, description="random seed of the distractors and of the order of the candidates")
-    complement: bool = Field(
-        False, description="also write, per kept record, an instruction that makes its hard negative the positive"
-    )
+    complement: bool = Field(False, description="also write an instruction that makes the hard negative the positive")
     shared_prefix: bool = Field(
         False,
         description="put the texts that a row's requests share first, and show the judge one lineup in all scenarios: prompts "

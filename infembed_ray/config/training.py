@@ -29,21 +29,15 @@ class Lora(Settings):
 class Distillation(Settings):
     """Training on a teacher's scores of hard negatives, by the divergence of the softmax over the candidates."""
 
-    weight: float = Field(
-        0.5, gt=0, le=1, description="share of the loss; the objective has the rest, and none of it at 1"
-    )
+    weight: float = Field(0.5, gt=0, le=1, description="share of the loss; the objective has the rest, at 1 none")
     teacher_temperature: float = Field(1.0, gt=0, description="divisor of the teacher's scores")
 
 
 class Source(Settings):
     """One of several sources of training data."""
 
-    path: InputPath = runtime_field(
-        description="InF-IR records or training tuples: a file, a directory (also of `datasets`) or a published output"
-    )
-    columns: dict[str, str | tuple[str, ...]] = Field(
-        {}, description="our column -> its name in the files; positives and negatives may have several"
-    )
+    path: InputPath = runtime_field(description="InF-IR records or training tuples: file, directory or output")
+    columns: dict[str, str | tuple[str, ...]] = Field({}, description="our column -> its name in the files, or several")
     split: str | None = Field(None, description="use only rows of this split, by the column `split` or the file")
 
 
@@ -53,30 +47,19 @@ class ValidationSettings(Settings):
     records: RecordsPath = runtime_field(description="held-out InF-IR records, in any format of the training records")
     split: str | None = Field(None, description="use only rows whose column `split` has this value")
     every: int = Field(50, ge=1, description="steps between evaluations; the last step is always evaluated")
-    metric: Literal["p_mrr", "ndcg_at_10"] = Field(
-        "p_mrr", description="validation score; the checkpoint with the highest score is exported"
-    )
-    patience: int | None = Field(
-        None, ge=1, description="stop after this many evaluations without a better score (early stopping); null: never"
-    )
+    metric: Literal["p_mrr", "ndcg_at_10"] = Field("p_mrr", description="score of a checkpoint; the best is exported")
+    patience: int | None = Field(None, ge=1, description="stop after so many evaluations without a better score")
 
 
 class TrainSettings(Settings):
     """`infembed train`: records + a backbone -> a model (paper, section 5)."""
 
-    records: RecordsPath = runtime_field(
-        "", description="InF-IR records or training tuples: a file, a directory of files, or a published output"
-    )
+    records: RecordsPath = runtime_field("", description="InF-IR records or training tuples: file, directory or output")
     model: ModelName = runtime_field(description="backbone: a local directory, an object-store URI or a hub name")
     output: str = runtime_field(description="directory or object-store URI of the published model")
     split: str | None = Field(None, description="use only rows whose column `split` has this value")
-    sources: dict[str, Source] = Field(
-        {}, description="name -> a source, instead of `records`; `mixture` weighs the sources by these names"
-    )
-    objective: str = Field(
-        "multi{P,I}",
-        description="uni{...} or multi{...} over P, I, IQ (Eq. 8-21); nce{PIQ}: all three at once (Eq. 1), small batches",
-    )
+    sources: dict[str, Source] = Field({}, description="name -> a source, instead of `records`; `mixture` weighs them")
+    objective: str = Field("multi{P,I}", description="uni{...} or multi{...} of P, I, IQ (Eq. 8-21); nce{PIQ} (Eq. 1)")
     temperature: float = Field(0.05, gt=0, description="temperature: divisor of the similarities")
     term_weights: dict[Variable, Annotated[float, Field(gt=0)]] = Field(
         {}, description="variable -> weight of its cross-entropy (uni) or of its sum in the denominator (multi); else 1"
@@ -101,21 +84,13 @@ class TrainSettings(Settings):
         description="probability that a word which `overlap_dropout` drops is replaced by a similar one, by the model's own "
         "embeddings of its vocabulary before the training; needs a model that embeds words well; 0.7 is a good value",
     )
-    hard_negatives: int | None = Field(
-        7,
-        ge=0,
-        description="hard negatives per tuple, drawn anew at each step; null: all. InF-IR records always use both",
-    )
-    distillation: Distillation | None = Field(
-        None, description="{}: train on the teacher's scores that the tuples have, too; null: not"
-    )
+    hard_negatives: int | None = Field(7, ge=0, description="hard negatives per tuple, drawn at each step; null: all")
+    distillation: Distillation | None = Field(None, description="{}: also learn the tuples' teacher scores")
     iq_negatives: IQNegatives = Field(
         "kk",
         description="IQ-negatives: kk, other rows' pairs (Eq. 10-21); ik, other queries, same instruction (Eq. 6-7)",
     )
-    template: Template | None = Field(
-        None, description="joint text of instruction and query (Eq. 3); null: the model's, else instruction_first"
-    )
+    template: Template | None = Field(None, description="text of instruction and query (Eq. 3); null: the model's")
     interaction: Interaction | None = Field(
         None,
         description="joint: instruction and query as one text (Eq. 3); cross_attention: encoded separately (Eq. 4); null: "
@@ -125,9 +100,7 @@ class TrainSettings(Settings):
     query_length: int | None = Field(
         None, ge=8, description="maximum tokens of instruction + query; null: the model's, else 256"
     )
-    passage_length: int | None = Field(
-        None, ge=8, description="maximum tokens of a passage; null: the model's, else 512"
-    )
+    passage_length: int | None = Field(None, ge=8, description="maximum tokens of a passage; null: the model's, or 512")
     query_prefix: str | None = Field(
         None, description="text before instruction and query, for example e5's 'query: '; null: the model's, else none"
     )
@@ -138,13 +111,9 @@ class TrainSettings(Settings):
     bidirectional: bool | None = Field(
         None, description="let the tokens of a decoder attend in both directions; null: as in its config"
     )
-    share_encoder: bool | None = Field(
-        None, description="true: one encoder for queries and passages; false: two; null: the model's, else one"
-    )
+    share_encoder: bool | None = Field(None, description="one encoder for both sides; null: the model's, or true")
     lora: Lora | None = Field(None, description="{}: train low-rank adapters only; null: train all weights")
-    matryoshka: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (), description="dimensions of truncated embeddings to train too; the loss is the mean over all"
-    )
+    matryoshka: tuple[Annotated[int, Field(ge=1)], ...] = Field((), description="truncated dimensions, trained too")
     epochs: int = Field(2, ge=1, description="passes over the records")
     records_per_step: int = Field(8, ge=1, description="records (3 tuples each) per step, over all workers")
     mixture: dict[str, Annotated[float, Field(ge=0)]] = Field(
@@ -173,17 +142,11 @@ class TrainSettings(Settings):
     activation_checkpointing: bool = runtime_field(
         False, description="recompute activations in the backward pass: less memory, about a third more time"
     )
-    deepspeed: dict[str, Any] = Field(
-        {}, description="additions to the DeepSpeed configuration, which the output shows in deepspeed.json"
-    )
-    launcher: Literal["ray", "process"] = runtime_field(
-        "ray", description="ray: a cluster; process: one local worker, to debug"
-    )
+    deepspeed: dict[str, Any] = Field({}, description="additions to the DeepSpeed configuration")
+    launcher: Literal["ray", "process"] = runtime_field("ray", description="ray: a cluster; process: one local worker")
     gpus_per_worker: float = runtime_field(0.0, ge=0, description="GPUs per worker; 0: train on CPU with gloo")
     cpus_per_worker: float = runtime_field(1.0, gt=0, description="CPUs per worker")
-    max_failures: int = runtime_field(
-        3, ge=0, description="restarts from the last checkpoint after lost workers; preemptions do not count"
-    )
+    max_failures: int = runtime_field(3, ge=0, description="restarts after lost workers; preemptions do not count")
     trackers: tuple[str, ...] = runtime_field(
         ("tensorboard",),
         description="tensorboard, wandb, and functions or classes as module:name, which worker 0 calls with every step and "

@@ -150,13 +150,13 @@ MAINTENANCE = {
 
 PLANS = {
     "plan train": Verb(
-        "estimate memory, time and cost of a training",
+        "estimate memory and time of a training",
         "planning.train:plan",
         "planning:PlanTrainSettings",
         "plan train model=Qwen/Qwen2.5-7B precision=bf16 workers=8",
     ),
     "plan index": Verb(
-        "estimate types, memory, disk and build time of an index",
+        "estimate types, memory and disk of an index",
         "planning.index:plan",
         "planning:PlanIndexSettings",
         "plan index model=Qwen/Qwen2.5-7B passages=1000000",

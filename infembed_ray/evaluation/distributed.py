@@ -18,8 +18,9 @@ from ray.data import ActorPoolStrategy
 
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import obedience, obedience_gates, results, tables
+from infembed_ray.evaluation import differences, obedience, obedience_gates, results, tables
 from infembed_ray.evaluation.chunks import Chunk, of_pairs, of_passages, of_queries, shared
+from infembed_ray.evaluation.differences import Difference, Kept
 from infembed_ray.evaluation.embeddings import Store
 from infembed_ray.evaluation.inputs import (
     ENCODER_KINDS,
@@ -67,11 +68,11 @@ def run(settings: EvaluateSettings) -> steps.Published:
     sizes = counted(queries, "query", "queries"), counted(passages, "passage")
     say("evaluate: " + ", ".join((counted(len(inputs.models), "model"), counted(len(inputs.tasks), "task"), *sizes)))
     with step.publish() as staging:
-        figures = _evaluate(settings, inputs, staging.path / runs.RUNS)
+        figures, differing = _evaluate(settings, inputs, staging.path / runs.RUNS)
         staging.counts = {"tasks": len(inputs.tasks), "queries": queries, "passages": passages}
         staging.facts = {"figures": figures.figures}
         results.write(staging.path, figures)
-        report = of_evaluation(settings.output, figures)
+        report = of_evaluation(settings.output, figures, differing)
         (staging.path / tables.TABLE_FILE).write_text(report.as_markdown(with_paper=False), encoding="utf-8")
         (staging.path / tables.REPORT_FILE).write_text(report.as_html(), encoding="utf-8")
     say(report.as_text())
@@ -79,11 +80,14 @@ def run(settings: EvaluateSettings) -> steps.Published:
     return published
 
 
-def _evaluate(settings: EvaluateSettings, inputs: EvaluationInputs, directory: Path) -> Results:
+def _evaluate(
+    settings: EvaluateSettings, inputs: EvaluationInputs, directory: Path
+) -> tuple[Results, list[Difference]]:
     """Rank and score all tasks by all models; the runs go to a directory."""
     scores: dict[str, dict[str, Scores]] = {}
     obeyed: dict[str, dict[str, Obedience]] = {}
     first: dict[str, dict[str, list[str]]] = {}
+    kept: dict[str, dict[str, Kept]] = {task.name: {} for task in inputs.tasks}
     made = {task.name: Controls.from_task(task) for task in inputs.tasks if settings.controls}
     controls = {name: of_task for name, of_task in made.items() if of_task is not None}
     asked = replace(inputs, tasks=[controls[t.name].ask(t) if t.name in controls else t for t in inputs.tasks])
@@ -94,19 +98,21 @@ def _evaluate(settings: EvaluateSettings, inputs: EvaluationInputs, directory: P
             if model.label == settings.first_stage:
                 first[task.name] = {q.id: list(ranks(run[q.id]))[: settings.rerank] for q in asking.queries}
             scores[model.label][task.name] = score(task, run)
+            kept[task.name][model.label] = differences.keep(task, run)
             runs.write(directory, model.label, task.name, run)
             if task.name in controls:
                 obeyed.setdefault(model.label, {})[task.name] = controls[task.name].measure(task, run)
     obeyed = {model.label: obeyed[model.label] for model in inputs.models if obeyed}
     for label, of_tasks in _references(settings, asked, controls).items():
         obeyed.setdefault(label, of_tasks)
-    return Results(
+    figures = Results(
         tasks={task.name: TaskSummary.from_task(task, content_hash(task)) for task in inputs.tasks},
         models={model.label: model.about for model in inputs.models},
         scores={model.label: scores[model.label] for model in inputs.models},
         depth=settings.depth,
         obedience=obeyed,
     )
+    return figures, [d for task in inputs.tasks for d in differences.largest(task, figures, kept[task.name])]
 
 
 def _references(

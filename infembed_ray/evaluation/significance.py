@@ -14,6 +14,8 @@ import numpy as np
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
+LEVEL = 0.05
+"""Corrected p-value below which a difference is significant."""
 SEED = 42
 INTERVALS = (
     f"{CONFIDENCE:.0%} intervals by a paired percentile bootstrap over queries, {RESAMPLES:,} resamples, seed {SEED}"
@@ -70,7 +72,12 @@ class Compared:
     mean: IntervalEstimate
     difference: IntervalEstimate | None = None
     p: float | None = None
-    """p-value of the difference, not corrected."""
+    """p-value of the difference, by Holm's correction over the models."""
+
+    @property
+    def significant(self) -> bool:
+        """Whether the figure differs significantly from the baseline's."""
+        return self.p is not None and self.p < LEVEL
 
 
 def compare(
@@ -92,12 +99,12 @@ def compare(
     low, high = np.quantile(drawn, [tails, 1 - tails], axis=0)
     deltas = drawn - drawn[:, :1]
     low_delta, high_delta = np.quantile(deltas, [tails, 1 - tails], axis=0)
-    p_values = _randomisation(strata, resamples, np.random.default_rng(seed))
+    p_values = holm(_randomisation(strata, resamples, np.random.default_rng(seed)).tolist()[1:])
     return [
         Compared(
             IntervalEstimate(float(means[m]), float(low[m]), float(high[m])),
             IntervalEstimate(float(means[m] - means[0]), float(low_delta[m]), float(high_delta[m])) if m else None,
-            float(p_values[m]) if m else None,
+            p_values[m - 1] if m else None,
         )
         for m in range(len(means))
     ]

@@ -9,14 +9,12 @@ import numpy as np
 
 from infembed_ray.evaluation import significance
 from infembed_ray.evaluation.results import Results
-from infembed_ray.evaluation.significance import Compared, Stratum, compare, holm
+from infembed_ray.evaluation.significance import LEVEL, Compared, Stratum, compare
 from infembed_ray.evaluation.tasks.catalogue import BENCHMARKS
 
-LEVEL = 0.05
-MARK = "*"
-"""Marks a difference whose corrected p-value is below `LEVEL`."""
-
 TABLE_FILE, REPORT_FILE = "table.md", "report.html"
+MARK = "*"
+"""Marks a significant difference."""
 WIDTH = 100
 """Characters per line of a table for a terminal; further columns go into another table."""
 
@@ -38,20 +36,6 @@ class Column:
         return f"{shown:{'+' if sign else ''}.{self.decimals}f}"
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A model's figure, compared with the baseline's."""
-
-    compared: Compared
-    adjusted: float | None = None
-    """p-value after Holm's correction over the models of the column; None for the baseline."""
-
-    @property
-    def significant(self) -> bool:
-        """Whether the figure differs significantly from the baseline's."""
-        return self.adjusted is not None and self.adjusted < LEVEL
-
-
 def columns(results: Results) -> dict[str, list[Column]]:
     """Return benchmark title -> its averages, if all their tasks were evaluated, then the figures of its tasks.
 
@@ -63,9 +47,7 @@ def columns(results: Results) -> dict[str, list[Column]]:
             if all(task in results.tasks for task in figures):
                 columns_of.setdefault(benchmark.title, []).append(_shown(f"average {name}", tuple(figures.items())))
     titles = {
-        entry.name: (benchmark.title, entry.title)
-        for benchmark in BENCHMARKS.values()
-        for entry in (*benchmark.tasks, *benchmark.others)
+        entry.name: (benchmark.title, entry.title) for benchmark in BENCHMARKS.values() for entry in benchmark.tasks
     }
     for task, summary in results.tasks.items():
         benchmark_title, own = titles.get(task, (task, task))
@@ -75,7 +57,7 @@ def columns(results: Results) -> dict[str, list[Column]]:
     return columns_of
 
 
-def cells(results: Results, column: Column, models: Sequence[str] | None = None) -> dict[str, Cell]:
+def cells(results: Results, column: Column, models: Sequence[str] | None = None) -> dict[str, Compared]:
     """Return the cells of a column by model, compared with the first model; empty if the figure has no values."""
     models = list(results.models) if models is None else models
     strata = []
@@ -87,16 +69,14 @@ def cells(results: Results, column: Column, models: Sequence[str] | None = None)
         groups = results.tasks[task].groups
         values = np.array([[of_one[query] for of_one in of_model] for query in queries])
         strata.append(Stratum.from_values(values, [(query in groups, groups.get(query, query)) for query in queries]))
-    compared = compare(strata)
-    adjusted: list[float | None] = [None, *holm([c.p for c in compared if c.p is not None])]
-    return {model: Cell(c, p) for model, c, p in zip(models, compared, adjusted, strict=True)}
+    return dict(zip(models, compare(strata), strict=True))
 
 
-def text(column: Column, cell: Cell | None) -> str:
+def text(column: Column, cell: Compared | None) -> str:
     """Format a cell: `0.928 +0.120*` is mean, difference to the baseline, significance."""
     if cell is None:
         return "n/a"
-    mean, delta = cell.compared.mean, cell.compared.difference
+    mean, delta = cell.mean, cell.difference
     if delta is None:
         return column.number(mean.value)
     return f"{column.number(mean.value)} {column.number(delta.value, sign=True)}{MARK if cell.significant else ''}"

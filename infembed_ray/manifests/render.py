@@ -7,7 +7,6 @@ YAML in jobs/kubernetes and is copied once. Nothing is sent to a cluster.
 from __future__ import annotations
 
 import hashlib
-import re
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -36,16 +35,14 @@ HEAD = NodeGroup(resources={"cpu": 4, "memory": "16Gi"})
 TEMPLATES = Environment(
     loader=PackageLoader("infembed_ray.manifests", "templates"), undefined=StrictUndefined, autoescape=False
 )
-_NAME = re.compile(r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?")
-"""Names that KubeRay accepts for a node group, with room for the pods' suffixes."""
 
 
 def run(settings: ManifestsSettings) -> None:
     """Write the manifests to `output`.
 
     Raises:
-        InputError: a stage, group, image or settings file is missing or invalid, the pods have too few CPUs or GPUs for a
-            stage, or `serve` has no index yet. Nothing is written then.
+        InputError: a stage, group, image or settings file is missing or invalid, or `serve` has no index yet. Nothing is
+            written then.
     """
     loaded, plan = prepare(settings)
     output = Path(settings.output)
@@ -54,8 +51,8 @@ def run(settings: ManifestsSettings) -> None:
     (output / "jobs").mkdir(parents=True, exist_ok=True)
     for name in (name for name in loaded if name != SERVE):
         text = _file(name).read_text(encoding="utf-8").strip()
-        content = _render(settings, "rayjob.yaml", name, content=text, name="")
-        digest = hashlib.sha256(content.encode()).hexdigest()[:8]
+        unnamed = _render(settings, "rayjob.yaml", name, content=text, name="")
+        digest = hashlib.sha256(unnamed.encode()).hexdigest()[:8]
         content = _render(settings, "rayjob.yaml", name, content=text, name=f"infembed-{name}-{digest}")
         (output / "jobs" / f"{name}.yaml").write_text(content, encoding="utf-8")
     if plan is not None:
@@ -71,9 +68,7 @@ def run(settings: ManifestsSettings) -> None:
 def prepare(settings: ManifestsSettings) -> tuple[dict[str, Settings], Any]:
     """Return the settings of the stages, and the plan of the API if it is one of them; InputError as `run`."""
     stages = [name for name, nodes in settings.stages.items() if nodes is not None]
-    check_all(*(partial(_require_valid, settings, name) for name in stages))
-    loaded = {name: VERBS[name].settings.load(str(_file(name))) for name in stages}
-    check_all(*(partial(_require_room, settings, name, loaded[name]) for name in stages))
+    loaded = dict(zip(stages, check_all(*(partial(_load, settings, name) for name in stages)), strict=True))
     return loaded, _plan_of_serve(loaded[SERVE]) if SERVE in loaded else None
 
 
@@ -109,73 +104,24 @@ def _render(settings: ManifestsSettings, template: str, verb: str, **values: Any
     return content + "\n"
 
 
-def _require_valid(settings: ManifestsSettings, name: str) -> None:
-    """InputError if a stage names something that does not exist, or its settings file cannot be loaded."""
+def _load(settings: ManifestsSettings, name: str) -> Settings:
+    """Load the settings file of a stage; InputError also if the stage names a group or an image that does not exist."""
     where = f"stages.{name}"
     if name not in VERBS:
         raise InputError.of(where, None, "no such verb", nearest(name, VERBS))
     for group, (low, high) in settings.pods(name).items():
         if group not in settings.groups:
             raise InputError.of(where, None, f"no group {group}", nearest(group, settings.groups))
-        if not _NAME.fullmatch(group) or group == "head":
-            raise InputError.of(
-                f"groups.{group}", None, "give it a name of up to 30 lower-case letters, digits and hyphens, not `head`"
-            )
         if settings.groups[group].gpus and group not in settings.images:
             raise InputError.of(
                 f"groups.{group}", None, "has GPUs", f"set images.{group} to an image with faiss-gpu and torch for CUDA"
             )
         if low > high or (low != high and name != SERVE):
-            raise InputError.of(
-                f"{where}.{group}",
-                f"{low}-{high}",
-                "give one number of pods" if name != SERVE else "give 2-8, not 8-2",
-                "only `serve` is autoscaled",
-            )
+            fault = "give one number of pods" if name != SERVE else "give 2-8, not 8-2"
+            raise InputError.of(f"{where}.{group}", f"{low}-{high}", fault, "only `serve` is autoscaled")
     if "default" not in settings.images:
         raise InputError.of("images.default", None, "is missing", "set it to the image of CPU pods and of the head")
-    VERBS[name].settings.load(str(_file(name)))
-
-
-def _require_room(settings: ManifestsSettings, name: str, verb: Settings) -> None:
-    """InputError if the largest number of pods has too few CPUs or GPUs for a stage; its tasks would wait without end."""
-    for setting, number, needs in _demands(name, verb):
-        fitting = sum(
-            count
-            * min((int(_of(settings, group, resource) / amount) for resource, amount in needs.items()), default=number)
-            for group, (_, count) in settings.pods(name).items()
-        )
-        if fitting < number:
-            asked = ", ".join(f"{amount:g} {resource}" for resource, amount in needs.items())
-            raise InputError.of(
-                f"stages.{name}",
-                None,
-                f"room for {fitting} of {setting}={number} ({asked} each)",
-                "give it more pods or another group",
-            )
-
-
-def _of(settings: ManifestsSettings, group: str, resource: str) -> float:
-    """Return how much of a resource a pod of a group has; `500m` CPUs are 0.5."""
-    pod = settings.groups[group]
-    cpus = str(pod.resources.get("cpu", 0))
-    return pod.gpus if resource == "GPU" else float(cpus[:-1]) / 1000 if cpus.endswith("m") else float(cpus)
-
-
-def _demands(name: str, verb: Settings) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """Yield (setting, number of tasks, resource -> amount of each) of the verbs whose settings say it."""
-    values = dict(verb)
-    for setting, cpus, gpus in (
-        ("workers", "cpus_per_worker", "gpus_per_worker"),
-        ("actors", "cpus_per_actor", "gpus_per_actor"),
-        ("encoder_replicas", "cpus_per_encoder", "gpus_per_encoder"),
-    ):
-        if setting in values:
-            amounts = {"CPU": values.get(cpus, 0.0), "GPU": values.get(gpus, 0.0)}
-            amounts = {resource: amount for resource, amount in amounts.items() if amount}
-            yield setting, values[setting], amounts
-            if name == SERVE and (rerank := values["rerank"]):
-                yield "rerank.replicas", rerank.replicas, amounts
+    return VERBS[name].settings.load(str(_file(name)))
 
 
 def _plan_of_serve(settings: Any) -> Any:

@@ -21,9 +21,9 @@ from ray.util import ActorPool
 
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.config.mining import MineSettings
-from infembed_ray.errors import check_all
+from infembed_ray.errors import InputError, check_all
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.mining.miner import KnownPositives, Mined, Miner, depth_of, known_positives, read, require_teacher
+from infembed_ray.mining.miner import KnownPositives, Mined, Miner, depth_of, known_positives, read
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, errors_of_tasks
@@ -103,7 +103,8 @@ def _teacher(settings: MineSettings) -> tuple[RetrieverSettings | None, Mapping[
     if settings.teacher is None:
         return None, {}, {}
     teacher = baselines.resolve("teacher", settings.teacher, where="teacher")
-    require_teacher(teacher)
+    if teacher.kind == "bm25":
+        raise InputError("teacher=bm25: ranks whole tasks; give an encoder or a reranker")
     paths, names = baselines.inputs(teacher, "teacher")
     teacher = teacher.model_copy(update={part: address(path) for part, path in paths.items()})
     return (

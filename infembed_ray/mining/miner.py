@@ -12,7 +12,6 @@ import numpy as np
 
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.config.mining import MineSettings
-from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.retrievers.retriever import PairReranker, TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
@@ -131,18 +130,13 @@ class Miner:
         candidates: list[dict[str, float]] = []
         for row, hits in zip(rows, self._index.search(vectors, depth_of(self._settings)), strict=True):
             own = {*row.positives, *row.negatives, *known_positives.get(_key(row), ())}
-            candidates.append({hit.text: hit.score for hit in reversed(hits) if hit.text not in own})
-        # Equal texts keep their highest score; the order is that of the search.
-        hits_of = [dict(reversed(of_row.items())) for of_row in candidates]
-        texts = [[*row.positives, *row.negatives, *of_row] for row, of_row in zip(rows, hits_of, strict=True)]
-        if self._teacher is None:
-            positives = self._cosines(vectors, [row.positives for row in rows])
-            scores = [
-                np.concatenate([own, np.full(len(row.negatives), np.nan), [*of_row.values()]])
-                for own, row, of_row in zip(positives, rows, hits_of, strict=True)
-            ]
-        else:
-            scores = self._taught(rows, texts)
+            best_first: dict[str, float] = {}  # equal texts keep their highest score
+            for hit in hits:
+                if hit.text not in own:
+                    best_first.setdefault(hit.text, hit.score)
+            candidates.append(best_first)
+        texts = [[*row.positives, *row.negatives, *of_row] for row, of_row in zip(rows, candidates, strict=True)]
+        scores = self._cosines(rows, vectors, candidates) if self._teacher is None else self._taught(rows, texts)
         return self._selected(rows, texts, scores)
 
     def _selected(self, rows: Sequence[Example], texts: Sequence[Sequence[str]], scores: Sequence[np.ndarray]) -> Mined:
@@ -151,28 +145,32 @@ class Miner:
         for row, texts_of_row, scored in zip(rows, texts, scores, strict=True):
             first, own = len(row.positives), len(row.positives) + len(row.negatives)
             judged = np.exp(-np.logaddexp(0.0, -scored)) if isinstance(self._teacher, PairReranker) else scored
-            allowed = np.flatnonzero(
-                judged[own:] < bound(float(judged[:first].min()), self._settings.max_share)
-            ).tolist()
-            chosen = allowed[: self._settings.negatives]
-            places = [*range(first, own), *(own + place for place in chosen)]
-            mined += len(chosen)
+            limit = bound(float(judged[:first].min()), self._settings.max_share)
+            allowed = own + np.flatnonzero(judged[own:] < limit)
+            places = [*range(first, own), *allowed[: self._settings.negatives].tolist()]
+            new = len(places) - len(row.negatives)
+            mined += new
             too_similar += len(texts_of_row) - own - len(allowed)
-            short += len(chosen) < self._settings.negatives
+            short += new < self._settings.negatives
             row = replace(row, negatives=tuple(texts_of_row[place] for place in places))
             if self._teacher is not None:
                 positive_scores, negative_scores = scored[:first].tolist(), scored[places].tolist()
                 row = replace(row, positive_scores=tuple(positive_scores), negative_scores=tuple(negative_scores))
-            elif row.positive_scores and chosen:
+            elif row.positive_scores and new:
                 row = replace(row, positive_scores=(), negative_scores=())  # the mined negatives have none
             made.append(row)
         return Mined(made, mined, too_similar, short)
 
-    def _cosines(self, vectors: np.ndarray, passages: Sequence[Sequence[str]]) -> list[np.ndarray]:
-        """Return the cosines of each row's vector with the passages of that row."""
-        flat = [text for of_row in passages for text in of_row]
-        embeddings = self._encoder.encode_passages(flat, batch_tokens=BATCH_TOKENS)
-        return _products(vectors, embeddings, passages)
+    def _cosines(
+        self, rows: Sequence[Example], vectors: np.ndarray, candidates: Sequence[Mapping[str, float]]
+    ) -> list[np.ndarray]:
+        """Return the cosines of each row's texts; NaN for its negatives, which nothing needs."""
+        passages = [row.positives for row in rows]
+        encoded = self._encoder.encode_passages([text for row in passages for text in row], batch_tokens=BATCH_TOKENS)
+        return [
+            np.concatenate([own, np.full(len(row.negatives), np.nan), [*of_row.values()]])
+            for own, row, of_row in zip(_products(vectors, encoded, passages), rows, candidates, strict=True)
+        ]
 
     def _taught(self, rows: Sequence[Example], texts: Sequence[Sequence[str]]) -> list[np.ndarray]:
         """Return the teacher's scores of the texts of each row: cosines, or logits of a reranker."""
@@ -180,14 +178,11 @@ class Miner:
         if isinstance(self._teacher, TextEncoder):
             distinct = list(dict.fromkeys(text for of_row in texts for text in of_row))
             place = {text: number for number, text in enumerate(distinct)}
-            embeddings = self._teacher.encode_passages(distinct)
-            flat = embeddings[[place[text] for of_row in texts for text in of_row]]
-            return _products(self._teacher.encode_queries(queries), flat, texts)
+            encoded = self._teacher.encode_passages(distinct)[[place[text] for of_row in texts for text in of_row]]
+            return _products(self._teacher.encode_queries(queries), encoded, texts)
         assert isinstance(self._teacher, PairReranker)
-        scores = self._teacher.score(
-            [(query, text) for query, of_row in zip(queries, texts, strict=True) for text in of_row]
-        )
-        return _divided(scores, texts)
+        pairs = [(query, text) for query, of_row in zip(queries, texts, strict=True) for text in of_row]
+        return _divided(self._teacher.score(pairs), texts)
 
 
 def depth_of(settings: MineSettings) -> int:
@@ -203,12 +198,6 @@ def bound(positive: float, max_share: float) -> float:
         max_share: Share of it. Below 0, the share counts from the positive downwards, too.
     """
     return positive - (1 - max_share) * abs(positive)
-
-
-def require_teacher(teacher: RetrieverSettings) -> None:
-    """Check that a retriever can score a query and a passage; InputError otherwise."""
-    if teacher.kind == "bm25":
-        raise InputError("teacher=bm25: ranks whole tasks; give an encoder or a reranker")
 
 
 def _products(vectors: np.ndarray, embeddings: np.ndarray, texts: Sequence[Sequence[str]]) -> list[np.ndarray]:

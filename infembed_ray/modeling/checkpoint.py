@@ -20,7 +20,7 @@ from infembed_ray.modeling import pretrained
 from infembed_ray.modeling.pretrained import cached, join, read_json, unloadable
 from infembed_ray.storage.object_store import Folder, convert_errors, is_uri
 from infembed_ray.storage.places import Place, fingerprint_files
-from infembed_ray.storage.steps import MANIFEST, STATES, open_input, resolve, resolve_input
+from infembed_ray.storage.steps import MANIFEST, STATES, find_input, resolve, resolve_input
 
 OWN_CONFIG = "infembed.json"
 ADAPTERS = "adapters"
@@ -43,12 +43,9 @@ _MODEL_FILES = (".json", ".txt", ".model", ".safetensors")
 
 @dataclass(frozen=True)
 class Located:
-    """A model that exists.
+    """A model that exists: its hub name, or absolute directory or URI, which `local` turns into a directory of the process.
 
-    Attributes:
-        path: absolute directory, or URI of a folder in an object store, with `latest` followed; or hub name. A process
-            that loads the model gets a directory from `local`.
-        inputs, names: its part of the identity of a `steps.Step`; one of them is empty.
+    `inputs` and `names` are its part of the identity of a `steps.Step`; one of them is empty.
     """
 
     path: str
@@ -75,7 +72,9 @@ def locate(model: str, setting: str, revision: str | None = None) -> Located:
 def find(model: str, setting: str, revision: str | None = None) -> Located:
     """As `locate`, without transformers: a hub name is not checked."""
     if is_uri(model):
-        return _find_stored(open_input(model, setting), setting)
+        stored = find_input(model, setting)
+        assert isinstance(stored, Folder)
+        return _find_stored(stored, setting)
     path = resolve(Path(model).expanduser().absolute()).resolve()
     if path.is_dir():
         for tower in _towers(str(path)):
@@ -207,13 +206,8 @@ def files_digest(model: str) -> str | None:
 class Description:
     """What a model says of itself, besides weights and tokenizer; None if it says nothing.
 
-    Attributes:
-        towers: folders of the backbones: one, or those of queries and passages.
-        pooling, template, query_prefix, passage_prefix, query_length, passage_length: as of the encoder.
-        max_length: token limit of all texts.
-        dimensions: number of components of an embedding.
-        interaction: how instruction and query meet.
-        finished: whether it is made for embedding, so that its tokenizer needs no EOS.
+    `towers` are the folders of the backbones: one, or those of queries and passages. `max_length` is the token limit of all
+    texts. A `finished` model is made for embedding, so that its tokenizer needs no EOS.
     """
 
     towers: Sequence[str] = SHARED

@@ -19,6 +19,7 @@ from infembed_ray.config.training import PoolingMode
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import adapters, checkpoint, checkpoint_writer, pretrained
 from infembed_ray.modeling.attention import prefix_tree
+from infembed_ray.modeling.attention.flex import flex_pays
 from infembed_ray.modeling.attention.packing import enable_packing, first_position, packed, packing_pays
 from infembed_ray.modeling.interaction import CrossAttention, pair_batches, paired
 from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded
@@ -171,8 +172,11 @@ class InstructionEncoder(nn.Module):
         return self._packs_on(self.device, self.dtype)
 
     def _packs_on(self, device: torch.device, dtype: torch.dtype) -> bool:
-        drops = self.training and self._attention_dropout > 0
-        return self._packs and packing_pays(device, dtype, drops)
+        return self._packs and packing_pays(device, dtype, self._drops)
+
+    @property
+    def _drops(self) -> bool:
+        return self.training and self._attention_dropout > 0
 
     def forward(self, layout: Layout) -> Tensor:
         """Embed the texts of a layout as (texts, d) unit vectors, in fp32 at least."""
@@ -232,6 +236,8 @@ class InstructionEncoder(nn.Module):
     ) -> Iterator[tuple[list[int], Layout]]:
         """Divide texts as for a backbone of this device and precision; the layouts are on the CPU."""
         pack = self._packs_on(device, dtype)
+        # Flex compiles each width: steps of a training repeat few widths, and a query would wait for the compiler.
+        flex = self.training and not self._drops and flex_pays(device)
         lay = partial(packed, first_position=self._first_position) if pack else partial(padded, pad_id=self._pad_id)
         for side in get_args(Side):
             of_side = [row for row, s in enumerate(sequences) if s.side == side]
@@ -242,7 +248,7 @@ class InstructionEncoder(nn.Module):
                     yield rows, paired([sequences[row] for row in rows], lay)
                 continue
             if self._shares_prefixes(side, texts):
-                for group, layout in prefix_tree.forests(texts, batch_tokens):
+                for group, layout in prefix_tree.forests(texts, batch_tokens, flex):
                     yield [of_side[i] for i in group], layout
                 continue
             for group in length_sorted_batches(list(map(len, texts)), batch_tokens, padded=not pack):

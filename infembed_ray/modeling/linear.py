@@ -6,13 +6,15 @@ torch contains too. torch offers oneDNN's float32 multiplication as the operator
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from infembed_ray.modeling.precision import CPU_FACTS
+CPU_FACTS = Path("/proc/cpuinfo")
 
 
 class Linear(nn.Linear):
@@ -42,6 +44,13 @@ def onednn_pays() -> bool:
             draw = torch.Generator().manual_seed(0)
             texts, weight, bias = (torch.randn(shape, generator=draw) for shape in ((64, 384), (384, 384), (384,)))
             return torch.allclose(_onednn(texts, weight, bias), nn.functional.linear(texts, weight, bias), atol=1e-4)
+    return False
+
+
+def cpu_has_bf16() -> bool:
+    """Return whether Linux lists bfloat16 instructions of this x86 or ARM CPU; False on other systems."""
+    with suppress(OSError):
+        return re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", CPU_FACTS.read_text()) is not None
     return False
 
 

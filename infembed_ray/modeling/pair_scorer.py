@@ -12,15 +12,11 @@ from infembed_ray.modeling.formats import Question
 from infembed_ray.modeling.layout import length_sorted_batches
 from infembed_ray.modeling.rerankers import ModelReranker, tokens_of
 
-BATCH_TOKENS = 4096
-
 
 class PairScorer(ABC):
     """Scores passages for a query under its instruction; higher is more relevant."""
 
-    def score(
-        self, query: str, instruction: str | None, texts: Sequence[str], batch_tokens: int = BATCH_TOKENS
-    ) -> np.ndarray:
+    def score(self, query: str, instruction: str | None, texts: Sequence[str], batch_tokens: int = 4096) -> np.ndarray:
         """Score passages, in passes of `batch_tokens` tokens with padding: (len(texts)) float32.
 
         Raises:

@@ -45,12 +45,9 @@ def obstacle(encoder: InstructionEncoder) -> str | None:
 
 @dataclass(eq=False)
 class Prefix:
-    """An encoded instruction.
+    """An encoded instruction of `length` tokens: keys and values (1, heads, length, head size) of each attention layer.
 
-    Attributes:
-        length: number of tokens.
-        layers: attention layer -> keys and values, each (1, key-value heads, length, head size).
-        states: (d,) sum of the last hidden states.
+    `states` is the (d,) sum of the last hidden states.
     """
 
     length: int
@@ -198,8 +195,7 @@ class _Run:
 class PrefixedAttention:
     """Attention of a packed row of texts, each of which may follow an encoded prefix (an `Attend`).
 
-    Attributes:
-        computed: (place of the text in the row, prefix to fill) of the texts whose instruction is computed.
+    `computed` are (place in the row, prefix to fill) of the texts whose instruction is computed.
     """
 
     def __init__(self, texts: list[_Text], dtype: torch.dtype, device: torch.device) -> None:

@@ -19,7 +19,6 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling import pretrained
 from infembed_ray.modeling.formats import Asked, fill, passage_text, query_text
 from infembed_ray.modeling.layout import length_sorted_batches
-from infembed_ray.progress import say
 
 
 class ModelReranker(ABC):
@@ -38,7 +37,6 @@ class ModelReranker(ABC):
         self._settings = settings
         self._device = device
         self._batch_tokens = batch_tokens
-        self._warned = False
         setting = f"kind={settings.kind}, model={settings.model}"
         self.tokenizer = pretrained.tokenizer(settings.model, setting, revision=settings.revision)
         self.model = pretrained.weights(
@@ -115,14 +113,6 @@ class ModelReranker(ABC):
         # A byte-level tokenizer may have several tokens at the place of one character.
         return text[: min(places[tokens - 1][1], places[tokens][0])] if tokens > 0 else ""
 
-    def _warn_truncated_query(self) -> None:
-        if not self._warned:
-            say(
-                f"rerank: a query without its passage exceeds pair_length={self._settings.pair_length} and is truncated; "
-                "raise pair_length if the model can read more"
-            )
-            self._warned = True
-
 
 class _Answering(ModelReranker):
     """Reads a prompt and answers with one of two tokens."""
@@ -158,8 +148,6 @@ class _Answering(ModelReranker):
                     return tokens
                 if not texts[part]:
                     break
-                if part == "query":
-                    self._warn_truncated_query()
                 # Truncation can change the tokens at the cut, so one pass may not be enough.
                 length = len(self.tokenizer(texts[part], add_special_tokens=False)["input_ids"])
                 texts[part] = self._truncated(texts[part], length - excess)
@@ -228,8 +216,6 @@ class Classifier(ModelReranker):
         most = self._settings.pair_length
         limit = most - self.tokenizer.num_special_tokens_to_add(pair=True) - 1
         queries = {query: self._truncated(query, limit) for query in {query for query, _ in pairs}}
-        if any(query != truncated for query, truncated in queries.items()):
-            self._warn_truncated_query()
         # Lists, not single texts: the tokenizer takes a single empty passage for none and leaves out its [SEP].
         firsts, seconds = [queries[query] for query, _ in pairs], [passage for _, passage in pairs]
         encoded = self.tokenizer(firsts, seconds, truncation="only_second", max_length=most)

@@ -1,10 +1,4 @@
-"""`infembed plan index`: memory, disk and build time of an index, for each FAISS type.
-
-Memory is `retrieval.factory.memory`, FAISS's own layout. A shard of n vectors of d dimensions in L inverted lists builds in
-
-    2 c (10 s L + n A) / GEMM_FLOPS + n (GRAPH_BUILD_READS log2(n) vectors of a graph)
-    c dimensions after OPQ, s sampled vectors, A = L without a graph, d more for OPQ, 256 more for PQ
-"""
+"""`infembed plan index`: memory and disk of an index for each FAISS type, by FAISS's own layout (`retrieval.factory`)."""
 
 from __future__ import annotations
 
@@ -35,38 +29,23 @@ from infembed_ray.retrieval.work import work_root
 from infembed_ray.storage.dry_run import require_space, state
 from infembed_ray.storage.places import address, listing
 
-BUILD_THREADS = 16
-# Rates of one thread, measured on an AMD EPYC on 2026-11-23; GEMM_FLOPS and RANDOM_READ_S on 2026-11-22.
-GRAPH_BUILD_READS = 260
-"""Vectors compared to add one to a graph of n vectors (M 32, efConstruction 128), divided by log2(n)."""
-RANDOM_READ_S = 160e-9
-"""Seconds until the first byte of one of these vectors arrives."""
-GRAPH_BYTES_PER_S = 25e9
-"""Bytes of these vectors read per second."""
-GEMM_FLOPS = 50e9
-"""FLOP/s of fp32 matrix products: k-means."""
-KMEANS_ITERATIONS = 10
 _FLOAT = 4
 _TEXT_BYTES = 400 / 75
 """Bytes of a passage's text and metadata per token."""
 _PASSAGE_OVERHEAD = 56
 """Approximate bytes of a passage's id, its offsets in Arrow columns and its entry in the sorted ids."""
-_NUMBER = {"SQfp16": 2, "SQ8": 1}
-"""Bytes of a number in FAISS's scalar quantisers."""
-_PQ_CENTROIDS = 256
 _MILLION = 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardEstimate:
-    """One shard: bytes of memory and disk, `peak` bytes of the task that builds it, and hours with BUILD_THREADS threads."""
+    """One shard: bytes of memory and disk, and `peak` bytes of the task that builds it."""
 
     factory: str
     vectors: int
     memory: float
     disk: float
     peak: float
-    build_hours: float
 
 
 def estimate(
@@ -83,25 +62,14 @@ def estimate(
     fixed, each, holds_vectors = _sizes(factory, dimension, precision)
     memory = fixed + vectors * each
     lists = int(match[1]) if (match := re.search(r"IVF(\d+)", factory)) else 0
-    rotated = re.search(r"(?:OPQ\d+_|PCAR?)(\d+)", factory)
-    coded = int(rotated[1]) if rotated else dimension
-    quantized, graph = "PQ" in factory, "HNSW" in factory
     originals = 0 if holds_vectors else np.dtype(precision).itemsize * dimension
-    centroids = max(lists, _PQ_CENTROIDS if quantized else 0)
-    sample = min(vectors, factories.TRAINING_POINTS * max(centroids, _PQ_CENTROIDS)) if centroids else 0
-    assignment = (0 if graph else lists) + (dimension if rotated else 0) + (_PQ_CENTROIDS if quantized else 0)
-    seconds = 2 * coded * (KMEANS_ITERATIONS * sample * lists + vectors * assignment) / GEMM_FLOPS
-    if graph:
-        number = next((size for name, size in _NUMBER.items() if name in factory), _FLOAT)
-        read = RANDOM_READ_S + number * coded / GRAPH_BYTES_PER_S
-        seconds += vectors * GRAPH_BUILD_READS * math.log2(max(2, lists or vectors)) * read
+    sample = min(vectors, factories.TRAINING_POINTS * max(lists, 256)) if lists else 0
     return ShardEstimate(
         factory=factory,
         vectors=vectors,
         memory=memory,
         disk=memory + vectors * (passage_bytes + _PASSAGE_OVERHEAD + originals),
-        peak=memory + sample * _FLOAT * (dimension + (coded if rotated else 0)),
-        build_hours=seconds / BUILD_THREADS / 3600,
+        peak=memory + sample * _FLOAT * dimension,
     )
 
 
@@ -144,7 +112,7 @@ def plan(settings: PlanIndexSettings) -> IndexPlan:
     chosen = factories.choose(
         vectors, dimension, settings.memory_gib, settings.shards, settings.factory, settings.vectors
     )
-    types = [] if settings.factory else factories.candidates(vectors, dimension, settings.vectors)
+    types = [] if settings.factory else factories.candidates(vectors, settings.vectors)
     return IndexPlan(
         model=settings.model,
         dimension=dimension,
@@ -160,11 +128,11 @@ def plan(settings: PlanIndexSettings) -> IndexPlan:
 
 def as_text(made: IndexPlan) -> str:
     """Format the plan for people."""
-    rows = [["", "type", "B/vector", "GiB", "disk", "peak", "h"]]
+    rows = [["", "type", "B/vector", "GiB", "disk", "peak"]]
     for shard in made.types:
         sizes = [_gib(size) for size in (shard.memory * made.shards, shard.disk * made.shards, shard.peak)]
         mark, each = ">" * (shard.factory == made.chosen), f"{shard.memory / shard.vectors:,.0f}"
-        rows.append([mark, shard.factory, each, *sizes, f"{shard.build_hours:,.2f}"])
+        rows.append([mark, shard.factory, each, *sizes])
     return "\n".join(
         [
             f"{made.model}: {made.dimension} dimensions; {made.passages:,} passages in shards={made.shards}",
@@ -172,7 +140,7 @@ def as_text(made: IndexPlan) -> str:
             *aligned(rows),
             "",
             "> what `infembed index` chooses. GiB: memory of all shards, one copy, while searched; disk: GiB of all shards;",
-            f"peak: GiB to build a shard; h: to build a shard with {BUILD_THREADS} threads (assumed).",
+            "peak: GiB to build a shard.",
         ]
     )
 
@@ -200,10 +168,10 @@ def describe(settings: IndexSettings) -> Iterator[str]:
     if (yield from state(step, work)):
         yield f"its files are not read; `infembed index verify {address(step.remote or step.path)}` does"
         return
-    (passages, more), encoder = check_all(
+    passages, encoder = check_all(
         lambda: count_passages(corpus, settings.columns, settings.metadata), lambda: check_model(settings, model)
     )
-    yield f"passages: {'at least ' if more else ''}{passages:,} of {corpus}"
+    yield f"passages: {passages:,} of {corpus}"
     each = math.ceil(passages / settings.shards)
     build = choose_build(settings, [each], encoder.dimension)
     yield f"shards: {settings.shards} of {build.factory}, {each:,} passages each on average, {encoder.dimension} dimensions"
@@ -211,14 +179,14 @@ def describe(settings: IndexSettings) -> Iterator[str]:
     text = sum(size for file in data_files(corpus, "corpus") for size in listing(file).values())
     shard = estimate(build.factory, encoder.dimension, each, -(-text // passages), precision=settings.vectors)
     encoded = passages * encoder.dimension * (2 if settings.vectors == "float16" else 4)
-    if not more and isinstance(work, Path):
+    if isinstance(work, Path):
         yield require_space(step, settings.shards * shard.disk + encoded + 2 * text, work)
 
 
 def _describe_in_engine(settings: IndexSettings) -> Iterator[str]:
     engine, local = prepare_engine(settings)
     corpus, _, step = prepare(local)
-    passages, more = count_passages(corpus, settings.columns, settings.metadata)
-    yield f"passages: {'at least ' if more else ''}{passages:,} of {corpus}"
+    passages = count_passages(corpus, settings.columns, settings.metadata)
+    yield f"passages: {passages:,} of {corpus}"
     there = any(version.id == step.identity for version in engine.versions())
     yield f"output {engine.address}: version {step.identity} {'exists already' if there else 'would be built'}"

@@ -88,8 +88,7 @@ class HeldActivations:
 class StepMemory:
     """Bytes on one GPU at one moment; the components add up.
 
-    `parameters` are as the forward pass reads them, `gradients` and `master` the worker's fp32 share, `optimizer` Adam's moments,
-    `activations` those saved by autograd and the backward pass's temporaries, `framework` what is outside the tensors.
+    `gradients` and `master` are the worker's fp32 share, `optimizer` Adam's moments, `framework` what is outside the tensors.
     """
 
     parameters: float = 0.0
@@ -186,12 +185,7 @@ def offloaded(config: Mapping[str, Any]) -> tuple[bool, bool]:
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes per token that a backbone saves for its backward pass.
-
-    Attributes:
-        token, checkpointed: of all layers, without and with activation checkpointing.
-        layer: of one layer, which checkpointing recomputes and a backward pass works on.
-    """
+    """Bytes per token that a backbone saves for its backward pass: all layers without and with checkpointing, and one."""
 
     token: float
     checkpointed: float

@@ -1,4 +1,4 @@
-"""`infembed plan train`: memory, time and cost of a training.
+"""`infembed plan train`: memory and time of a training.
 
 Batches are collated and laid out by the training's own code and counted; `planning.memory` computes the bytes. The time of a step
 is model FLOPs / (peak x MFU), with the FLOPs that activation checkpointing and GradCache repeat.
@@ -80,16 +80,10 @@ _WEIGHT_BYTES = 4
 
 @dataclass(frozen=True)
 class StepWork:
-    """One worker's part of a step; means over `_SAMPLES` batches.
+    """One worker's part of a step; means over `_SAMPLES` batches. `steps` are those of the run, `records` of all workers.
 
-    Attributes:
-        queries, passages: texts of a batch.
-        slots, tokens: positions of a step with and without padding; a shared prefix counts once.
-        graph_slots: maximum of the positions whose graphs exist at once.
-        passes: forward passes of a step.
-        flops: model FLOPs of a step, forward and backward.
-        steps: of the whole run.
-        records: of a step, all workers together.
+    `slots` and `tokens` are positions with and without padding, a shared prefix once; `graph_slots` is the maximum of those
+    whose graphs exist at once. `flops` are model FLOPs, forward and backward.
     """
 
     queries: float
@@ -105,14 +99,7 @@ class StepWork:
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """A training with the layout of its settings.
-
-    Attributes:
-        gpu_memory: bytes that a GPU has.
-        memory: bytes of a GPU at the peak of a step.
-        start: bytes of a GPU while DeepSpeed loads the model.
-        usd: of the whole run; None without a price.
-    """
+    """A training with the layout of its settings; bytes of a GPU: all, at the peak of a step, and while the model is loaded."""
 
     model: str
     gpus: int
@@ -125,6 +112,7 @@ class TrainPlan:
     step_seconds: float
     hours: float
     usd: float | None
+    """Of the whole run; None without a price."""
 
     @property
     def fits(self) -> bool:
@@ -153,8 +141,8 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
     # GradCache repeats every forward pass but the last; checkpointing repeats each. A forward pass is a third.
     repeated = 1 - 1 / work.passes if settings.grad_cache_tokens else 0.0
     repeated += settings.activation_checkpointing
+    price = settings.gpu_usd_per_hour
     seconds = work.flops * (1 + repeated / 3) / ((peak_flops(name, dtype) or math.inf) * settings.mfu)
-    hours, price = seconds * work.steps / 3600, settings.gpu_usd_per_hour
     return TrainPlan(
         model=settings.model,
         gpus=settings.workers,
@@ -165,16 +153,13 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
         memory=memory,
         start=start_memory(size, settings.workers, deepspeed_config.deepspeed_config(settings)) + memory.framework,
         step_seconds=seconds,
-        hours=hours,
-        usd=None if price is None else hours * settings.workers * price,
+        hours=seconds * work.steps / 3600,
+        usd=None if price is None else seconds * work.steps / 3600 * settings.workers * price,
     )
 
 
 def tensor_memory(settings: TrainSettings, work: StepWork, size: ModelSize, saved: SavedBytes) -> StepMemory:
-    """Compute the memory of a worker's tensors at the peak of a step.
-
-    The graphs that exist at once are those of a batch, or of GradCache's largest pass; each has its own backward pass.
-    """
+    """Compute the memory of a worker's tensors at the peak of a step."""
     layer = work.graph_slots * saved.layer
     held = HeldActivations(work.graph_slots * saved.token, layer)
     if settings.activation_checkpointing:
@@ -204,11 +189,9 @@ def step_work(
     """Count the first worker's share of some steps.
 
     Args:
-        settings: of the run.
+        settings, device, dtype: of the run; the last two decide whether texts are packed.
         encoder: on the meta device.
-        device, dtype: of the run; they decide whether texts are packed.
-        records: to sample batches from.
-        number: of the records of an epoch.
+        records, number: records to sample batches from, and number of those of an epoch.
 
     Raises:
         InputError: a step has fewer records than there are workers.
@@ -296,8 +279,8 @@ def as_text(made: TrainPlan) -> str:
     work, size = made.work, made.size
     trained = f", {size.trained / 1e6:.1f} M trained" if size.trained < size.parameters else ""
     parts = [f"{f.name} {getattr(made.memory, f.name) / GIB:.1f}" for f in fields(made.memory)]
-    cost = "" if made.usd is None else f", {made.usd:,.0f} USD"
     remedy = "lower records_per_step, set grad_cache_tokens or activation_checkpointing, raise zero_stage or workers"
+    cost = "" if made.usd is None else f", {made.usd:,.0f} USD"
     return "\n".join(
         [
             f"{made.model}: {size.parameters / 1e9:.3f} B parameters{trained}; {made.gpus} x {made.gpu}",

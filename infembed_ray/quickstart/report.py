@@ -9,6 +9,7 @@ from pathlib import Path
 
 from infembed_ray.evaluation import tables
 from infembed_ray.evaluation.results import Results
+from infembed_ray.evaluation.significance import Compared
 from infembed_ray.evaluation.tasks import infir
 from infembed_ray.quickstart.rankings import Ranking
 from infembed_ray.reporting import page
@@ -46,11 +47,11 @@ def write_report(
     return path
 
 
-def _figures(results: Results) -> Iterator[tuple[tables.Column, Scale, list[tables.Cell | None]]]:
+def _figures(results: Results) -> Iterator[tuple[tables.Column, Scale, list[Compared | None]]]:
     """Yield each measure, its axis, and its cell for each model; None for a mean over no requests."""
     for column in tables.columns(results)[infir.TASK]:
         cells = tables.cells(results, column)
-        low = min([0.0, *(cell.compared.mean.low for cell in cells.values())])
+        low = min([0.0, *(cell.mean.low for cell in cells.values())])
         yield column, Scale(math.floor(10 * low) / 10, 1.0), [cells.get(model) for model in results.models]
 
 

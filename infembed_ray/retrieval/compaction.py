@@ -39,7 +39,6 @@ class Compaction:
         base, version, facts: place, identity and facts of the version to start from.
         settings: that the next version is built with.
         until: sequence of the last change to fold in.
-        retyped: whether the memory limit differs from that of the base.
     """
 
     base: Place
@@ -47,15 +46,13 @@ class Compaction:
     facts: IndexFacts
     settings: IndexSettings
     until: int
-    retyped: bool = False
 
     @classmethod
-    def open(cls, index: str, memory_gib: float | None = None) -> Compaction:
+    def open(cls, index: str) -> Compaction:
         """Plan the compaction of all changes until now, or continue an interrupted one.
 
         Args:
             index: a version, or an output directory whose `latest` names one.
-            memory_gib: new limit of a shard's memory; None: as in the base.
 
         Raises:
             InputError: there is no index, or a change is missing.
@@ -66,8 +63,7 @@ class Compaction:
         log = change_log(base, facts)
         log.check(facts.folded)
         settings = IndexSettings.from_mapping(manifest["settings"], where="index.")
-        asked = settings if memory_gib is None else settings.model_copy(update={"memory_gib": memory_gib})
-        work = cls(base, manifest["identity"], facts, asked, log.last(), asked != settings)
+        work = cls(base, manifest["identity"], facts, settings, log.last())
         return replace(work, **(read_json(work._record) or {}))
 
     @property
@@ -131,8 +127,7 @@ class Compaction:
             if not {fault.setting for fault in error.faults} & {"factory", "memory_gib", "recall_floor"}:
                 raise
             self.end()  # the next attempt takes newer changes, which may help
-            hint = "of these, `infembed index compact` takes memory_gib; another value of the others needs a new build"
-            raise InputError(*error.args, hint) from error
+            raise InputError(*error.args, "another value needs a new build, which encodes nothing again") from error
 
     def _next_facts(self, shards: Sequence[ShardFacts]) -> IndexFacts:
         passages = sum(shard.passages for shard in shards)
@@ -148,8 +143,8 @@ def compact(settings: CompactSettings, tasks: Tasks) -> Published:
         InputError: there is no index; one of its files or changes is missing or damaged; no type fits the memory or
             reaches the recall floor; or the disk is full. Nothing is published then.
     """
-    work = Compaction.open(settings.index, settings.memory_gib)
-    if not work.changes and not work.retyped:
+    work = Compaction.open(settings.index)
+    if not work.changes:
         say(f"index compact: no changes since {work.version}")
         published = versions.as_published(work.base)
     else:
@@ -170,8 +165,8 @@ def compact(settings: CompactSettings, tasks: Tasks) -> Published:
 
 def describe(settings: CompactSettings) -> Iterator[str]:
     """Yield what a compaction would do, line by line; InputError as `Compaction.open`."""
-    work = Compaction.open(settings.index, settings.memory_gib)
-    if not work.changes and not work.retyped:
+    work = Compaction.open(settings.index)
+    if not work.changes:
         yield f"no changes since {work.version}, so there is nothing to do"
     elif not (yield from state(work.step())):
         yield _described(work)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
@@ -28,9 +28,8 @@ PARTS = 64
 PART_BYTES = 64 << 20
 """Bytes of a part, unless the corpus is larger than `PARTS` of them."""
 SAMPLE = 10_000
-"""Maximum number of rows of a file that `count_passages` reads."""
+"""Maximum number of rows of a Parquet file that `count_passages` checks."""
 _OWN = ("id", "text")
-_BLOCK = 1 << 20
 
 
 def require_columns(columns: Mapping[str, str], metadata: Mapping[str, FieldType]) -> None:
@@ -125,31 +124,24 @@ def _text(value: Any) -> str:
     return text
 
 
-def count_passages(corpus: Place, columns: Mapping[str, str], metadata: Mapping[str, FieldType]) -> tuple[int, bool]:
-    """Count the passages of a corpus and check its first rows, without reading all of it.
-
-    Returns:
-        Number of passages; whether there may be more. Parquet files say their number and lines of JSONL files are counted; of
-        other files, `SAMPLE` rows are read.
+def count_passages(corpus: Place, columns: Mapping[str, str], metadata: Mapping[str, FieldType]) -> int:
+    """Count the passages of a corpus, and check its rows; of Parquet files, the first `SAMPLE` rows.
 
     Raises:
         InputError: a file cannot be read, a column is missing, or one of these rows is invalid.
     """
-    total, more, unread = 0, False, False
+    total = 0
     seen: set[str] = set()
     for file in tables.data_files(corpus, "corpus"):
-        count = sum(1 for _ in islice(rows(file, columns, metadata, seen), SAMPLE))
-        with errors_at(file, "corpus"), open_binary(file) as source:
-            if file.suffix == ".parquet":
-                count = pq.read_metadata(source).num_rows
-            elif file.suffix == ".jsonl":
-                unread = unread or count == SAMPLE  # only here, a later row can have other columns
-                count = sum(1 for line in io.BufferedReader(source, _BLOCK) if line.strip())
-            else:
-                more = more or count == SAMPLE
-        total += count
-    require_passages(corpus, total, columns, {} if unread else metadata, seen)
-    return total, more
+        checked = rows(file, columns, metadata, seen)
+        if file.suffix == ".parquet":
+            deque(islice(checked, SAMPLE), maxlen=0)
+            with errors_at(file, "corpus"), open_binary(file) as source:
+                total += pq.read_metadata(source).num_rows
+        else:
+            total += sum(1 for _ in checked)
+    require_passages(corpus, total, columns, metadata, seen)
+    return total
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Choose and build the FAISS index of a shard, by number of vectors, dimension and memory, as autofaiss does.
 
 Exact search below ten thousand vectors, a graph (HNSW) if memory holds it, inverted lists (IVF) if it holds the vectors, else
-quantised lists: SQ8, RaBitQ of 4, 2 and 1 bits per dimension, then product quantisation (PQ).
+quantised lists: SQ8, then RaBitQ of 4, 2 and 1 bits per dimension.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ EF_CONSTRUCTION = 128
 RABITQ = ("RaBitQ4", "RaBitQ2", "RaBitQ")
 """FAISS's names for 4, 2 and 1 bits per dimension. They find as much as PQ of the same size and build ten times as fast,
 because only centroids are trained (benchmarks/index_types.py)."""
-DIMENSIONS_PER_CODE, MOST_PER_CODE = 16, 4
-"""Dimensions per byte of PQ, and those that a code represents, to which OPQ reduces them (FAISS's guidelines)."""
 TRAINING_POINTS = 40
 """Training vectors per centroid: FAISS requires 39, and more than 100 help little."""
 BLOCK = 1 << 14
@@ -58,7 +56,7 @@ def choose(
     """
     limit = math.inf if memory_gib is None else memory_gib * GIB
     sizes = {kind: memory(kind, dimension, vectors) for kind in [given] if kind} or {
-        kind: memory(kind, dimension, vectors) for kind in candidates(vectors, dimension, precision)
+        kind: memory(kind, dimension, vectors) for kind in candidates(vectors, precision)
     }
     for kind, size in sizes.items():
         if size <= limit:
@@ -76,18 +74,16 @@ def choose(
     )
 
 
-def candidates(vectors: int, dimension: int, precision: Precision = "float16") -> list[str]:
+def candidates(vectors: int, precision: Precision = "float16") -> list[str]:
     """Index types for a number of vectors of a precision, the best first, with decreasing memory."""
     if vectors < EXACT_BELOW:
         return ["Flat"]
     lists = centroids(vectors)
     coarse = f"IVF{lists}_HNSW32" if lists >= 1 << 16 else f"IVF{lists}"
-    codes = max(1, dimension // DIMENSIONS_PER_CODE)
-    smallest = f"OPQ{codes}_{codes * min(MOST_PER_CODE, dimension)},{coarse},PQ{codes}"
     whole = [f"HNSW{HNSW_LINKS}_{HALF}", f"{coarse},{HALF}"]
     if precision == "float32":
         whole = [f"HNSW{HNSW_LINKS}", f"{coarse},Flat"]
-    return [*whole, *(f"{coarse},{code}" for code in ("SQ8", *RABITQ)), smallest]
+    return [*whole, *(f"{coarse},{code}" for code in ("SQ8", *RABITQ))]
 
 
 def centroids(vectors: int) -> int:
@@ -103,7 +99,7 @@ def new(factory: str, dimension: int) -> Any:
     """Create an empty inner-product index.
 
     Raises:
-        InputError: FAISS knows no such type, or it cannot search a subset of its vectors.
+        InputError: FAISS knows no such type, or it is not supported.
     """
     try:
         index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
@@ -113,29 +109,16 @@ def new(factory: str, dimension: int) -> Any:
         raise InputError.of(
             "factory", factory, fault, "give one like HNSW32 or IVF1024,Flat, or leave it out"
         ) from error
-    inner = leaf(index)
     kinds = (faiss.IndexFlat, faiss.IndexHNSW, faiss.IndexIVF)
-    if not isinstance(inner, kinds) or inner.metric_type != faiss.METRIC_INNER_PRODUCT:
-        fault = f"makes a {type(inner).__name__}, which cannot search by inner product among some of its vectors"
-        raise InputError.of(
-            "factory", factory, fault, "give a Flat, HNSW or IVF type, with or without a transformation before it"
-        )
-    if isinstance(inner, faiss.IndexHNSW):
-        inner.hnsw.efConstruction = EF_CONSTRUCTION
-    if isinstance(inner, faiss.IndexIVF) and _is_half(inner):
-        inner.by_residual = False  # store the vectors themselves
+    metric = index.metric_type == faiss.METRIC_INNER_PRODUCT
+    if not isinstance(index, kinds) or not metric or hasattr(index, "pq"):
+        fault = f"makes a {type(index).__name__}, which is not supported"
+        raise InputError.of("factory", factory, fault, "give Flat, or an HNSW or IVF type with Flat, SQ or RaBitQ")
+    if isinstance(index, faiss.IndexHNSW):
+        index.hnsw.efConstruction = EF_CONSTRUCTION
+    if isinstance(index, faiss.IndexIVF) and _is_half(index):
+        index.by_residual = False  # store the vectors themselves
     return index
-
-
-def leaf(index: Any) -> Any:
-    """The index behind its pre-transforms."""
-    while isinstance(index, faiss.IndexPreTransform):
-        index = faiss.downcast_index(index.index)
-    return index
-
-
-def _transformations(index: Any) -> list[Any]:
-    return [faiss.downcast_VectorTransform(index.chain.at(i)) for i in range(index.chain.size())]
 
 
 def _is_half(index: Any) -> bool:
@@ -174,20 +157,13 @@ def memory(factory: str, dimension: int, vectors: int) -> int:
 
 def index_bytes(index: Any, vectors: int) -> int:
     """Bytes of an empty index once it holds `vectors` vectors."""
-    if isinstance(index, faiss.IndexPreTransform):
-        chain = _transformations(index)
-        matrices = sum(4 * t.d_in * t.d_out for t in chain)
-        matrices += sum(4 * t.d_in**2 for t in chain if isinstance(t, faiss.PCAMatrix))  # it keeps all components
-        return matrices + index_bytes(faiss.downcast_index(index.index), vectors)
     if isinstance(index, faiss.IndexHNSW):
         lowest, above = index.hnsw.nb_neighbors(0), index.hnsw.nb_neighbors(1)
         levels = above / (above - 1) if above > 1 else 0  # each level has 1/above of the one below
         links = int(vectors * (4 * (lowest + levels) + 12))  # with level and offset
         return index_bytes(faiss.downcast_index(index.storage), vectors) + links
     if isinstance(index, faiss.IndexIVF):
-        tables = 4 * index.pq.ksub * index.pq.d if isinstance(index, faiss.IndexIVFPQ) else 0
-        coarse = index_bytes(faiss.downcast_index(index.quantizer), index.nlist)
-        return coarse + tables + vectors * (index.code_size + 8)
+        return index_bytes(faiss.downcast_index(index.quantizer), index.nlist) + vectors * (index.code_size + 8)
     return vectors * int(index.sa_code_size())
 
 
@@ -203,26 +179,16 @@ def build(factory: str, vectors: np.ndarray) -> Any:
     n, d = vectors.shape
     index = new(factory, d)
     if not index.is_trained:
-        least, wanted = _training_points(index)
+        least = index.nlist if isinstance(index, faiss.IndexIVF) else 1
         if n < least:
             fault = f"training takes {least} vectors and a shard has {n}"
             raise InputError.of(
                 "factory", factory, fault, "give a type with fewer lists, fewer shards, or leave factory out"
             )
-        index.train(sample(vectors, wanted))
+        index.train(sample(vectors, TRAINING_POINTS * max(least, 256)))
     for block in blocks(vectors):
         index.add(block)
     return index
-
-
-def _training_points(index: Any) -> tuple[int, int]:
-    """Least and sufficient number of training vectors."""
-    inner = leaf(index)
-    least = inner.nlist if isinstance(inner, faiss.IndexIVF) else 1
-    product = getattr(inner, "pq", None) or getattr(faiss.downcast_index(getattr(inner, "storage", inner)), "pq", None)
-    if product is not None:
-        least = max(least, int(product.ksub))
-    return least, TRAINING_POINTS * max(least, 256)
 
 
 def sample(vectors: np.ndarray, count: int, seed: int = 0) -> np.ndarray:

@@ -87,7 +87,7 @@ def parse(filter: Mapping[str, Any] | None, schema: Mapping[str, FieldType]) -> 
     """Parse a filter and check it against the metadata columns of an index; None if it has no condition.
 
     Raises:
-        FilterError: an unknown field or operator, a value of the wrong type, or an empty range.
+        FilterError: an unknown field or operator, or a value of the wrong type.
     """
     if filter is None:
         return None
@@ -101,16 +101,14 @@ def parse(filter: Mapping[str, Any] | None, schema: Mapping[str, FieldType]) -> 
         if written == {}:
             raise FilterError(f"filter.{field}={{}}: no condition; give a value, or one of {', '.join(OPERATORS)}")
         if isinstance(written, Mapping):
-            of_field = [
+            conditions += [
                 _condition(
                     f"filter.{field}.{_short_name(operator)}={_short(value)}", field, schema[field], operator, value
                 )
                 for operator, value in written.items()
             ]
         else:
-            of_field = [_condition(f"filter.{field}={_short(written)}", field, schema[field], "eq", written)]
-        _require_range(field, of_field)
-        conditions += of_field
+            conditions.append(_condition(f"filter.{field}={_short(written)}", field, schema[field], "eq", written))
     return Filter(tuple(sorted(conditions, key=lambda c: (c.field, c.operator)))) if conditions else None
 
 
@@ -163,20 +161,6 @@ def _condition(where: str, field: str, kind: FieldType, operator: Any, written: 
     except ValueError as error:
         raise FilterError(f"{where}: {field} is of type {kind}, its values {error}") from None
     return Condition(field, operator, tuple(sorted(values)))
-
-
-def _require_range(field: str, conditions: list[Condition]) -> None:
-    """Raise FilterError if no value lies between the bounds of a field."""
-    bounds = {c.operator: c.values[0] for c in conditions if c.operator in _BOUNDS}
-    for low in ("gt", "gte"):
-        for high in ("lt", "lte"):
-            if low in bounds and high in bounds:
-                above, below = bounds[low], bounds[high]
-                if above > below or (above == below and (low, high) != ("gte", "lte")):  # type: ignore[operator]
-                    raise FilterError(
-                        f"filter.{field}: nothing is {low} {_short(above)} and {high} {_short(below)}; "
-                        "give a range that holds a value"
-                    )
 
 
 def _short(value: Any) -> str:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import mmap
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from datetime import date, datetime, time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -103,7 +101,7 @@ def take(passages: pa.Table, rows: np.ndarray) -> pa.Table:
 
 
 def write_passages(file: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> int:
-    """Write passages as one record batch, atomically. Texts are not held in memory.
+    """Write passages as one record batch, atomically. They are held in memory.
 
     Args:
         tables: passages by id ascending, some at a time.
@@ -115,61 +113,12 @@ def write_passages(file: Path, schema: pa.Schema, tables: Iterable[pa.Table]) ->
         ValueError: ids do not ascend, or one is duplicate.
         OSError: the disk is full.
     """
-    last = pa.array([], TEXT)
-    columns = [_Texts(file.parent) if field.type == TEXT else _Values(field.type) for field in schema]
-    rows = 0
-    for table in tables:
-        ids = pa.concat_arrays([last, *table.column("id").cast(TEXT).chunks])
-        wrong = pc.index(pc.less_equal(ids[1:], ids[:-1]), True).as_py()
-        if wrong >= 0:
-            raise ValueError(f"ids must be unique and ascend: {str(ids[wrong + 1])!r} comes after {str(ids[wrong])!r}")
-        last = ids[len(ids) - 1 :] if len(ids) else last
-        for column, field in zip(columns, schema, strict=True):
-            column.append(table.column(field.name).cast(field.type).combine_chunks())
-        rows += len(table)
-    batch = pa.RecordBatch.from_arrays([column.array(rows) for column in columns], schema=schema)
+    whole = [table.select(schema.names).cast(schema) for table in tables]
+    table = pa.concat_tables([schema.empty_table(), *whole]).combine_chunks()
+    ids = table.column("id").combine_chunks()
+    wrong = pc.index(pc.less_equal(ids[1:], ids[:-1]), True).as_py()
+    if wrong >= 0:
+        raise ValueError(f"ids must be unique and ascend: {str(ids[wrong + 1])!r} comes after {str(ids[wrong])!r}")
     with durable.replacing(file) as stream, pa.ipc.new_file(stream, schema) as writer:
-        writer.write_batch(batch)
-    return rows
-
-
-class _Values:
-    """A column of fixed-size values, held in memory."""
-
-    def __init__(self, kind: pa.DataType) -> None:
-        self._kind = kind
-        self._chunks: list[pa.Array] = []
-
-    def append(self, values: pa.Array) -> None:
-        self._chunks.extend(values.chunks if isinstance(values, pa.ChunkedArray) else [values])
-
-    def array(self, rows: int) -> pa.Array:
-        return pa.concat_arrays(self._chunks) if self._chunks else pa.array([], self._kind)
-
-
-class _Texts:
-    """A column of texts, spilled to a temporary file that is mapped in the end."""
-
-    def __init__(self, scratch: Path) -> None:
-        self._bytes: IO[bytes] = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 - open as long as the column
-        self._lengths: list[np.ndarray] = []
-        self._valid: list[np.ndarray] = []
-
-    def append(self, values: pa.Array) -> None:
-        for chunk in values.chunks if isinstance(values, pa.ChunkedArray) else [values]:
-            offsets = np.frombuffer(chunk.buffers()[1], np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
-            if len(chunk) and chunk.buffers()[2] is not None:
-                self._bytes.write(memoryview(chunk.buffers()[2])[offsets[0] : offsets[-1]])
-            self._lengths.append(np.diff(offsets))
-            self._valid.append(chunk.is_valid().to_numpy(zero_copy_only=False))
-
-    def array(self, rows: int) -> pa.Array:
-        self._bytes.flush()
-        lengths = np.concatenate([np.zeros(1, np.int64), *self._lengths])
-        valid = np.concatenate([np.ones(0, bool), *self._valid])
-        size = self._bytes.tell()
-        data = (
-            pa.py_buffer(mmap.mmap(self._bytes.fileno(), size, access=mmap.ACCESS_READ)) if size else pa.py_buffer(b"")
-        )
-        bits = None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little").tobytes())
-        return pa.LargeStringArray.from_buffers(rows, pa.py_buffer(np.cumsum(lengths)), data, bits)
+        writer.write_table(table)
+    return len(table)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from infembed_ray.retrieval.factory import BLOCK, EXACT_BELOW, blocks, holds_originals, is_lossy, leaf, on_gpus, storage
+from infembed_ray.retrieval.factory import BLOCK, EXACT_BELOW, blocks, holds_originals, is_lossy, on_gpus, storage
 from infembed_ray.retrieval.faiss_import import faiss
 
 AIM = 0.99
@@ -59,14 +59,12 @@ class Searcher:
     ) -> None:
         self.index = index
         self._size = int(index.ntotal)
-        self._leaf = leaf(index)
-        self._compares_all = isinstance(self._leaf, faiss.IndexFlat)
-        self.exact = self._compares_all and self._leaf is index  # nothing transforms the vectors first
+        self.exact = isinstance(index, faiss.IndexFlat)
         self.originals = _stored(index) if originals is None else originals
         self.lossy = is_lossy(index, str(self.originals.dtype))
         self.parameters: dict[str, int] = {}
         self.use(parameters or {})
-        self._on_gpus = on_gpus(index) if gpu and not isinstance(self._leaf, faiss.IndexHNSW) else None
+        self._on_gpus = on_gpus(index) if gpu and not isinstance(index, faiss.IndexHNSW) else None
         self._one_at_a_time = threading.Lock()  # FAISS's scratch memory on a GPU serves one call
 
     def __len__(self) -> int:
@@ -76,15 +74,15 @@ class Searcher:
         """Set the search parameters."""
         self.parameters = dict(parameters)
         if EF_SEARCH in parameters:
-            self._leaf.hnsw.efSearch = parameters[EF_SEARCH]
+            self.index.hnsw.efSearch = parameters[EF_SEARCH]
         if NPROBE in parameters:
-            self._leaf.nprobe = parameters[NPROBE]
+            self.index.nprobe = parameters[NPROBE]
             if coarse := self._coarse(parameters[NPROBE]):
-                faiss.downcast_index(self._leaf.quantizer).hnsw.efSearch = coarse["quantizer_params"].efSearch
+                faiss.downcast_index(self.index.quantizer).hnsw.efSearch = coarse["quantizer_params"].efSearch
 
     def _coarse(self, lists: int) -> dict[str, Any]:
         """Search parameters of the graph that finds the nearest `lists` lists, if there is one."""
-        if isinstance(faiss.downcast_index(self._leaf.quantizer), faiss.IndexHNSW):
+        if isinstance(faiss.downcast_index(self.index.quantizer), faiss.IndexHNSW):
             return {"quantizer_params": faiss.SearchParametersHNSW(efSearch=2 * lists)}
         return {}
 
@@ -156,14 +154,12 @@ class Searcher:
     def _nearest(self, vectors: np.ndarray, count: int, asked: Any = None) -> tuple[np.ndarray, np.ndarray]:
         """Search the index itself; the effort grows with `count` beyond the ten hits of the calibration."""
         on_gpus = self._on_gpus if asked is None and count <= MAX_ON_GPU else None
-        if not self._compares_all and (harder := count / (NEAR * self._rerank)) > 1:
-            if isinstance(self._leaf, faiss.IndexHNSW):
-                asked = faiss.SearchParametersHNSW(efSearch=math.ceil(self._leaf.hnsw.efSearch * harder))
+        if not self.exact and (harder := count / (NEAR * self._rerank)) > 1:
+            if isinstance(self.index, faiss.IndexHNSW):
+                asked = faiss.SearchParametersHNSW(efSearch=math.ceil(self.index.hnsw.efSearch * harder))
             else:
-                lists = min(self._leaf.nlist, math.ceil(self._leaf.nprobe * harder))
+                lists = min(self.index.nlist, math.ceil(self.index.nprobe * harder))
                 asked = faiss.SearchParametersIVF(nprobe=lists, **self._coarse(lists))
-            if self._leaf is not self.index:
-                asked = faiss.SearchParametersPreTransform(index_params=asked)
         if on_gpus is None:
             return self.index.search(vectors, count, params=asked)
         with self._one_at_a_time:
@@ -205,11 +201,9 @@ class Searcher:
     def _compared(self, count: int) -> float:
         """Approximate number of vectors that a search for `count` neighbours compares."""
         harder = max(1.0, count / (NEAR * self._rerank))
-        if isinstance(self._leaf, faiss.IndexHNSW):
-            return float(self._leaf.hnsw.efSearch * harder * self._leaf.hnsw.nb_neighbors(0))
-        if isinstance(self._leaf, faiss.IndexFlat):
-            return float(len(self))
-        return float(self._leaf.nprobe * harder * len(self) / self._leaf.nlist)
+        if isinstance(self.index, faiss.IndexHNSW):
+            return float(self.index.hnsw.efSearch * harder * self.index.hnsw.nb_neighbors(0))
+        return float(self.index.nprobe * harder * len(self) / self.index.nlist)
 
     def _exact(self, vectors: np.ndarray, k: int, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compare the queries with all kept rows, block by block."""
@@ -278,12 +272,11 @@ def calibrate(searcher: Searcher, aim: float = AIM) -> tuple[dict[str, int], flo
     drawn = np.random.default_rng(0).permutation(n)[: 2 * QUERIES]
     choosing, measuring = (drawn, drawn) if n < 2 * QUERIES else (drawn[:QUERIES], drawn[QUERIES:])
     near = Neighbours(searcher.originals, choosing)
-    inner = leaf(searcher.index)
     ladders: dict[str, list[int]] = {}
-    if isinstance(inner, faiss.IndexHNSW):
+    if isinstance(searcher.index, faiss.IndexHNSW):
         ladders[EF_SEARCH] = _ladder(LEAST_EF_SEARCH, n)
-    elif isinstance(inner, faiss.IndexIVF):
-        ladders[NPROBE] = _ladder(math.isqrt(inner.nlist), int(inner.nlist))
+    elif isinstance(searcher.index, faiss.IndexIVF):
+        ladders[NPROBE] = _ladder(math.isqrt(searcher.index.nlist), int(searcher.index.nlist))
     if searcher.lossy:
         ladders[RERANK] = _ladder(LEAST_RERANK, min(MAX_RERANK, max(1, n // NEAR)))
     parameters = {name: ladder[-1] for name, ladder in ladders.items()}

@@ -1,5 +1,6 @@
-"""The files of a shard: their facts in the manifest, their verification, and this machine's copy of them.
+"""The files of a shard: their facts in the manifest, their checksums by block, and this machine's copy of them.
 
+Blocks are read, verified and copied in parallel and out of order.
 A shard in an object store is copied to a directory that is named by its checksums, once for all processes of a machine.
 """
 
@@ -8,19 +9,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from infembed_ray.config.retrieval import Precision
 from infembed_ray.errors import InputError
 from infembed_ray.progress import say
-from infembed_ray.retrieval.checksums import REMEDY, FileChecksums
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import SCRATCH, Folder, convert_errors, room, scratch
 from infembed_ray.storage.places import Place, delete, open_binary, read_json, write_json
@@ -32,6 +34,69 @@ TERMS_FILE, POSTINGS_FILE = "terms.arrow", "postings.npy"
 """Lexical index of a shard; only in indexes built with `lexical`."""
 _RECORD = re.compile(r"shard-\d+\.json")
 _ATTEMPT = re.compile(r"shard-\d+(-[0-9a-f]+)?/")
+BLOCK = 16 << 20
+"""Bytes of a block, which is also one ranged read of an object."""
+THREADS = 8
+"""Blocks read at once. They are also hashed at once: hashlib releases the interpreter's lock."""
+_DIGITS = 16
+REMEDY = "restore it or build the index again"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FileChecksums:
+    """Checksums of a file.
+
+    Attributes:
+        blocks: first 16 hex digits of the SHA-256 of each block, joined.
+    """
+
+    size: int
+    blocks: str
+
+    @classmethod
+    def measure(cls, path: Path) -> FileChecksums:
+        """Read a file and compute its checksums."""
+        with pa.OSFile(str(path)) as file:
+            return cls(file.size(), "".join(_map_blocks(file.size(), lambda start: _digest(_read(file, start)))))
+
+    def require_size(self, size: int, place: str) -> None:
+        """Raise InputError unless the file at `place` has this size."""
+        if size != self.size:
+            raise InputError(f"{place} is corrupted ({size} bytes instead of {self.size}); {REMEDY}")
+
+    def verify(self, file: pa.NativeFile, place: str) -> None:
+        """Read an open file and compare its size and checksums.
+
+        Raises:
+            InputError: they differ; the message names `place`.
+        """
+        self.require_size(file.size(), place)
+        _map_blocks(self.size, lambda start: self._require(_read(file, start), start, place))
+
+    def copy(self, source: pa.NativeFile, path: Path, place: str) -> None:
+        """Copy an open file to `path` and verify it while its bytes pass through; `path` appears whole or not at all.
+
+        Raises:
+            InputError: the file is damaged; the message names `place`.
+            OSError: the disk is full.
+        """
+        self.require_size(source.size(), place)
+        with durable.replacing(path) as copy:
+
+            def copy_block(start: int) -> None:
+                block = _read(source, start)
+                self._require(block, start, place)
+                _write(copy.fileno(), block, start)
+
+            _map_blocks(self.size, copy_block)
+
+    def _require(self, block: bytes, start: int, place: str) -> None:
+        if _digest(block) != self.blocks[start // BLOCK * _DIGITS :][:_DIGITS]:
+            raise InputError(
+                f"{place} is corrupted (the checksum of the block at byte {start} differs from the manifest); {REMEDY}"
+            )
 
 
 @dataclass(frozen=True)
@@ -217,3 +282,25 @@ def drop_other_attempts(root: Folder | None, shards: Sequence[ShardFacts]) -> No
         for file in root.entries():
             if _ATTEMPT.match(file) and file.split("/")[0] not in names:
                 root.delete(file)
+
+
+def _map_blocks(size: int, function: Callable[[int], T]) -> list[T]:
+    """Call a function with the first byte of each block of a file; return the results in the order of the blocks."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(function, range(0, size, BLOCK)))
+
+
+def _read(file: pa.NativeFile, start: int) -> bytes:
+    block: bytes = file.read_at(BLOCK, start)
+    return block
+
+
+def _write(file: int, block: bytes, start: int) -> None:
+    """Write all bytes of a block: `os.pwrite` may write fewer, for example when the disk is almost full."""
+    left = memoryview(block)
+    while left:
+        left = left[os.pwrite(file, left, start + len(block) - len(left)) :]
+
+
+def _digest(block: bytes) -> str:
+    return hashlib.sha256(block).hexdigest()[:_DIGITS]

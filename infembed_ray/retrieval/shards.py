@@ -21,7 +21,6 @@ from infembed_ray.config.retrieval import Precision
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval import factory as factories
 from infembed_ray.retrieval import lexical as lexicals
-from infembed_ray.retrieval.checksums import FileChecksums
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.lexical import Lexical
 from infembed_ray.retrieval.passages import open_passages, row_of
@@ -32,6 +31,7 @@ from infembed_ray.retrieval.shard_files import (
     POSTINGS_FILE,
     TERMS_FILE,
     VECTORS_FILE,
+    FileChecksums,
     ShardFacts,
     local_directory,
     verify,

@@ -120,27 +120,25 @@ def require_resources(plan: Plan) -> None:
 def spread(replicas: int, room: int | None = None, **per_replica: float) -> int | None:
     """Return `max_replicas_per_node` that spreads replicas over as many nodes as possible, so a lost node takes few.
 
-    None, for no limit: with one node, or if not all replicas have room when they are spread. It depends on the nodes that
-    are there now; Serve keeps it for the life of the deployment, even if nodes leave.
+    None, for no limit: with one node, or if not all replicas have room when they are spread. It depends on the nodes of
+    now; Serve keeps it for the life of the deployment.
 
     Args:
-        replicas: number of replicas of the deployment.
         room: number of replicas that must have room; None: `replicas`.
         per_replica: amount of each Ray resource that a replica reserves.
     """
     if replicas < 2 or not ray.is_initialized():
         return None
     room = room or replicas
-    capacities = [_capacity(node["Resources"], per_replica) for node in ray.nodes() if node["Alive"]]
+    capacities = [
+        min((node["Resources"].get(name, 0.0) + 1e-9) // amount for name, amount in per_replica.items() if amount)
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
     for per_node in range(1, min(replicas, ray_compat.MAX_REPLICAS_PER_NODE + 1)):
         if sum(min(per_node, capacity) for capacity in capacities) >= room:
             return per_node
     return None
-
-
-def _capacity(node: Mapping[str, float], per_replica: Mapping[str, float]) -> int:
-    """Return the number of replicas that a node has room for."""
-    return int(min((node.get(name, 0.0) + 1e-9) // amount for name, amount in per_replica.items() if amount))
 
 
 def environment(imports: Callable[[], None], cpus: float) -> dict[str, str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import ray
 from ray import serve
 from ray.serve.config import ControllerOptions
-from ray.serve.schema import LoggingConfig, ServeStatus
+from ray.serve.schema import LoggingConfig
 
 from infembed_ray import ray_compat
 from infembed_ray.config.serving import ServeSettings
@@ -34,7 +34,7 @@ from infembed_ray.serving.address import (
 from infembed_ray.serving.deployments import require_resources
 from infembed_ray.serving.plan import LOGGING, Plan
 from infembed_ray.serving.release import APPLICATION
-from infembed_ray.serving.supervisor import START_TIMEOUT_S, roll_out, served_release, switch_to
+from infembed_ray.serving.supervisor import roll_out, served_release, switch_to
 
 PORT_TIMEOUT_S = 15.0
 """Time for the proxies of an API that was just shut down to free the port."""
@@ -145,7 +145,7 @@ def _deploy(plan: Plan) -> None:
     try:
         if previous is None:  # the API starts beside its parts, and answers 503 until it has a release
             switch_to(plan.api, None)
-        roll_out(plan.api, plan.release, previous, START_TIMEOUT_S + plan.reading_s)
+        roll_out(plan.api, plan.release, previous)
     except BaseException:
         if previous is None:
             stop()
@@ -197,7 +197,10 @@ def _connect(plan: Plan) -> None:
         for name, value in ray_compat.NO_IDLE_WORKERS.items():
             os.environ.setdefault(name, value)
         connect()
-    status = _status_without_leftovers()
+    status = serve.status()
+    if status.proxies and not status.applications:  # a killed job left Serve listening
+        serve.shutdown()
+        status = serve.status()
     if replaces and APPLICATION not in status.applications:
         raise other_cluster(port)
     if status.proxies:  # perhaps of a killed command, whose API has no release yet
@@ -224,15 +227,6 @@ def _connect_to_local_api(port: int) -> None:
         if mode_before is None:  # a cluster that this process starts later has its own mode
             os.environ.pop("RAY_AUTH_MODE", None)
         raise other_cluster(port) from error
-
-
-def _status_without_leftovers() -> ServeStatus:
-    """Return Serve's status; shut Serve down first if a killed job left it listening without applications."""
-    status = serve.status()
-    if status.proxies and not status.applications:
-        serve.shutdown()
-        status = serve.status()
-    return status
 
 
 def describe(settings: ServeSettings) -> Iterator[str]:

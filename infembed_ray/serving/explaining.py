@@ -107,13 +107,11 @@ def variants(instruction: str, phrases: Sequence[Phrase]) -> list[str | None]:
 def explanation(
     phrases: Sequence[Phrase], hits: Sequence[str], plain: Sequence[str], top_k: int, scores: Mapping[str, np.ndarray]
 ) -> Explanation:
-    """Explain a ranking.
+    """Explain a ranking by p phrases of the instruction.
 
     Args:
-        phrases: p phrases of the instruction.
         hits: ids with the instruction, best first.
         plain: ids without it, best first, up to `EXPLAINED_DEPTH`.
-        top_k: of the search.
         scores: id -> (2 + p,) scores under `variants`; passages without scores are left out.
     """
     ranks = {id: rank for rank, id in enumerate(hits, start=1)}

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from infembed_ray import __version__, ray_compat
 from infembed_ray.config.serving import DEFAULT_COLLECTION, ServeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.checkpoint import files_digest, find, is_weights, local, require_loadable
+from infembed_ray.modeling.checkpoint import files_digest, find, local, require_loadable
 from infembed_ray.ray_cluster import on_a_cluster
 from infembed_ray.records.tables import raw_rows
 from infembed_ray.retrieval.factory import require_gpu_faiss
@@ -50,30 +50,21 @@ from infembed_ray.serving.release import (
 )
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import is_uri, scratch
-from infembed_ray.storage.places import address, listing, place_of
+from infembed_ray.storage.places import address
 from infembed_ray.storage.steps import MANIFEST, read_manifest, resolve_input
 from infembed_ray.telemetry import json_logs
 
-SLOW_BYTES_PER_S = 50e6
-"""Lowest rate at which a node is expected to copy or read an index or a model; start-up time-outs grow with them at this rate."""
 LOGGING = {"log_level": "WARNING", "enable_access_log": False} | ({"encoding": "JSON"} if json_logs() else {})
 """Logging of Serve's processes."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `infembed serve` starts.
-
-    Attributes:
-        settings: of the command.
-        api, release: arguments of the API, and what it answers from.
-        reading_s: seconds to add to time-outs of the start, in which a node copies or reads up to all indexes and models.
-    """
+    """What `infembed serve` starts: the arguments of the API, and the release that it answers from."""
 
     settings: ServeSettings
     api: ApiArguments
     release: ReleaseSpec
-    reading_s: float
 
     @classmethod
     def resolve(cls, settings: ServeSettings, locked: bool = False) -> Plan:
@@ -97,13 +88,11 @@ class Plan:
             require_gpu_faiss()
         probes = _probe_set(settings)
         collections: dict[str, CollectionSpec] = {}
-        size = 0
         for name, place in settings.indexes.items():
             try:
-                collections[name], index_bytes = _collection(settings, place, collections)
+                collections[name] = _collection(settings, place, collections)
             except InputError as error:
                 raise error if name == DEFAULT_COLLECTION else error.renamed("index", f"collections.{name}") from error
-            size += index_bytes
         reranker = reranking.resolve(settings, collections[DEFAULT_COLLECTION].encoder.model)
         if reranker is not None:
             name = model_name(reranker.model, local(reranker.model))
@@ -119,8 +108,7 @@ class Plan:
             probes=probes,
             command=uuid4().hex,
         )
-        models = {spec.encoder.model for spec in collections.values()} | ({reranker.model} if reranker else set())
-        return cls(settings, api, release, (size + sum(map(model_bytes, models))) / SLOW_BYTES_PER_S)
+        return cls(settings, api, release)
 
     @property
     def url(self) -> str:
@@ -204,19 +192,13 @@ class Plan:
         file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
 
     def startup_message(self) -> str:
-        """Return where the API is, what it serves, and an example request."""
-        key = ' -H "Authorization: Bearer $KEY"' if self.api.locked else ""
+        """Return where the API is and what it serves."""
         served = [
             f"serve: {'' if name == DEFAULT_COLLECTION else f'collection {name}: '}{spec.card.passages} passages, "
             f"model {spec.card.id}, at {self.url}{'' if name == DEFAULT_COLLECTION else f'/v1/collections/{name}'}"
             for name, spec in self.release.by_name.items()
         ]
-        return (
-            "\n".join(served) + f"\n  playground: {self.url}/\n"
-            f"  curl -s {self.url}/v1/search -H 'Content-Type: application/json' \\\n"
-            """       -d '{"query": "...", "instruction": "...", "top_k": 3}'"""
-            f"{key}"
-        )
+        return "\n".join(served) + f"\n  playground: {self.url}/   reference: {self.url}/docs"
 
 
 def _probe_set(settings: ServeSettings) -> ProbeSet | None:
@@ -245,10 +227,8 @@ def _probe_set(settings: ServeSettings) -> ProbeSet | None:
 # ------------------------------------------------------------------------------------------- indexes and models
 
 
-def _collection(
-    settings: ServeSettings, place: str, others: Mapping[str, CollectionSpec]
-) -> tuple[CollectionSpec, int]:
-    """Check an index and its encoder; return the collection and the bytes of its index.
+def _collection(settings: ServeSettings, place: str, others: Mapping[str, CollectionSpec]) -> CollectionSpec:
+    """Check an index and its encoder; return the collection.
 
     Raises:
         InputError: there is no such index, it is damaged, or it is the index of another collection; its encoder is not the
@@ -292,7 +272,7 @@ def _collection(
         writable=settings.writable,
         lexical=facts.lexical,
     )
-    return CollectionSpec(encoder=encoder, index=arguments, shards=shards, changes=changes, card=card), facts.bytes
+    return CollectionSpec(encoder=encoder, index=arguments, shards=shards, changes=changes, card=card)
 
 
 def _changed_at(index: IndexArguments, changes: str | None) -> str:
@@ -358,9 +338,3 @@ def model_name(given: str, path: str) -> str:
     place = PurePosixPath(given) if is_uri(given) else Path(path)
     published = (Path(path) / MANIFEST).is_file() and read_manifest(Path(path), "model").get("identity") == place.name
     return place.parent.name if published else place.name
-
-
-def model_bytes(place: str) -> int:
-    """Return the size of the weights in a directory or its URI; 0 for a hub name."""
-    files = listing(place_of(place)) if is_uri(place) or Path(place).is_absolute() else {}
-    return sum(size for name, size in files.items() if is_weights(name))

@@ -113,7 +113,7 @@ class RerankerArguments(Arguments):
 
 
 class ApiArguments(Arguments):
-    """Arguments of `deployments.api_application`."""
+    """Arguments of `supervisor.api_application`."""
 
     relevant: ClassVar[set[str]] = {
         *("api_keys_env", "api_keys_file", "ingress_replicas", "encoder_replicas", "max_encoder_replicas"),

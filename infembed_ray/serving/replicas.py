@@ -51,7 +51,7 @@ from infembed_ray.serving.release import (
 )
 from infembed_ray.serving.routing.blue_green import Release, open_release
 from infembed_ray.serving.routing.encoder_calls import EncoderInputs
-from infembed_ray.serving.routing.remote import RETRY_AFTER_S, RemoteDeployment
+from infembed_ray.serving.routing.remote import RemoteDeployment
 from infembed_ray.serving.routing.reranking import OUTCOMES
 from infembed_ray.serving.service import Document, ReplicaLost, ShardState
 
@@ -62,25 +62,17 @@ OPEN_TIMEOUT_S = 60.0
 """Time for a new release to answer; after it, `reconfigure` returns and the replica keeps waiting in the background."""
 POLL_S = 0.1
 """Seconds between two reads of the write-ahead log by a shard, and between two probes of a new release."""
-STORE_POLL_S = 1.0
-"""Seconds between two reads of a log in an object store, which bills each request."""
-STUCK_POLL_S = 1.0
-"""Seconds between two reads of a damaged log."""
+SLOW_POLL_S = 1.0
+"""Seconds between two reads of a damaged log, and of one in an object store, which bills each request."""
 SEARCHES = 8
 """Calls of a replica to an external engine at a time."""
-ENGINE_RETRY_S = 2.0
-"""Retry-After while the engine does not answer."""
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class MetricsReporter:
-    """Sends a replica's metrics to the supervisor.
-
-    Args:
-        collect: yields the current metrics, as a collector of `prometheus_client`.
-    """
+    """Sends a replica's metrics, which `collect` yields as a collector of `prometheus_client`, to the supervisor."""
 
     def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
         self.collect = collect
@@ -125,8 +117,8 @@ class EncoderReplica:
         self._metrics.start()
         calls = (self._engine.embed(item.texts, item.instructions, timeout_s) for item in items)
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        known = (Embedded, QueueFull, DeadlineExceeded)  # the API reports these errors as they are
-        return [answer if isinstance(answer, known) else _readable_error(answer) for answer in answers]
+        sent = (Embedded, QueueFull, DeadlineExceeded)  # the API reports these errors as they are
+        return [answer if isinstance(answer, sent) else _readable_error(answer) for answer in answers]
 
     async def ready(self) -> bool:
         """Return True once the model is loaded."""
@@ -203,11 +195,7 @@ class ShardSearch:
                 f"{arguments.version}; start `serve` again"
             )
         facts = described.facts
-        base = Shard.open(
-            described.path,
-            facts.shards[number],
-            gpu=arguments.settings.gpus_per_shard > 0,
-        )
+        base = Shard.open(described.path, facts.shards[number], gpu=arguments.settings.gpus_per_shard > 0)
         changes = change_log(described.path, facts)
         self._shard = LiveShard(base, changes, number, facts.folded)
         self._changes = changes.directory
@@ -236,12 +224,9 @@ class ShardSearch:
 
     async def contents_many(self, items: Sequence[Sequence[Key]]) -> list[list[Content]]:
         """Return texts and metadata of the hits of several requests, as `LiveShard.contents`."""
-        contents = iter(
-            await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._shard.contents, [key for keys in items for key in keys]
-            )
-        )
-        return [[next(contents) for _ in keys] for keys in items]
+        keys = [key for some in items for key in some]
+        contents = iter(await asyncio.get_running_loop().run_in_executor(self._threads, self._shard.contents, keys))
+        return [[next(contents) for _ in some] for some in items]
 
     async def scores_many(self, queries: Sequence[ScoreQuery]) -> list[np.ndarray]:
         """Return the scores of the passages of several requests, each as `LiveShard.scores`."""
@@ -266,7 +251,7 @@ class ShardSearch:
     def _follow_log(self) -> None:
         """Apply changes as they are appended to the log. A damaged change blocks those after it; it is logged once."""
         logged = ""
-        poll_s = POLL_S if isinstance(self._changes, Path) else STORE_POLL_S
+        poll_s = POLL_S if isinstance(self._changes, Path) else SLOW_POLL_S
         while True:
             try:
                 self._shard.refresh()
@@ -276,7 +261,7 @@ class ShardSearch:
                 if str(error) != logged:
                     logged = str(error)
                     log.error("the shard applies no further changes and serves its current documents: %s", logged)
-            time.sleep(poll_s if self._fault is None else STUCK_POLL_S)
+            time.sleep(poll_s if self._fault is None else SLOW_POLL_S)
 
 
 class StoreSearch:
@@ -330,7 +315,7 @@ class StoreSearch:
             log.error("the external engine does not answer: %s", fault)
             with contextlib.suppress(StoreFault):
                 await loop.run_in_executor(self._threads, self._store.ready)  # a restarted engine may have to load
-            raise ReplicaLost(ENGINE_RETRY_S) from fault
+            raise ReplicaLost from fault
 
 
 @serve.ingress()
@@ -398,7 +383,7 @@ class Ingress:
     @property
     def _now(self) -> tuple[ReleaseSpec, dict[str, Release]]:
         if self._served is None:
-            raise ReplicaLost(RETRY_AFTER_S)
+            raise ReplicaLost
         return self._served
 
     async def served(self) -> tuple[ApiArguments, ReleaseSpec | None]:

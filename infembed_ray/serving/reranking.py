@@ -1,8 +1,4 @@
-"""The reranker: checks before a start, and the engine of its replica, which scores pairs of concurrent searches in batches. No Ray.
-
-One thread tokenises, another runs the model, and the batching engine of the encoder between them forms the batches, bounds the
-queue and drops what is too late.
-"""
+"""The reranker: checks before a start, and the engine of its replica, which scores pairs of concurrent searches in batches. No Ray."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.config.serving import RerankSettings, ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import checkpoint
-from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded
+from infembed_ray.serving.encoder.batching import BatchingEngine
 from infembed_ray.serving.release import RerankerArguments
 
 if TYPE_CHECKING:
@@ -116,12 +112,7 @@ def load(arguments: RerankerArguments) -> PairScorer:
 
 
 class RerankEngine:
-    """Scores passages of concurrent searches. All calls come from one event loop.
-
-    Args:
-        scorer: scores pairs.
-        batch_tokens: largest number of tokens in a batch, with padding.
-    """
+    """Scores passages of concurrent searches. All calls come from one event loop."""
 
     def __init__(self, scorer: PairScorer, batch_tokens: int = BATCH_TOKENS) -> None:
         self._scorer = scorer
@@ -143,10 +134,7 @@ class RerankEngine:
         ends = loop.time() + timeout_s
         self.batching.require_capacity(len(texts), timeout_s)  # before any work is done
         pairs = await loop.run_in_executor(self._thread, self._scorer.tokenize, query, instruction, texts)
-        try:
-            return (await self.batching.embed(pairs, ends - loop.time()))[:, 0]
-        except DeadlineExceeded:
-            raise DeadlineExceeded(timeout_s) from None
+        return (await self.batching.embed(pairs, ends - loop.time()))[:, 0]
 
     def _relevance(self, pairs: list[Any]) -> np.ndarray:
         """Score pairs as the batching engine wants it: (n, 1)."""

@@ -244,12 +244,6 @@ class NewDocument(RequestBody):
     )
 
 
-def _distinct(ids: list[str]) -> None:
-    if len(set(ids)) < len(ids):
-        twice = next(id for id in ids if ids.count(id) > 1)
-        raise ValueError(f"the id {twice!r} appears twice; send every document once")
-
-
 class PutRequest(RequestBody):
     """Documents to add; documents with the same ids are replaced."""
 
@@ -257,7 +251,10 @@ class PutRequest(RequestBody):
 
     @model_validator(mode="after")
     def _ids_are_distinct(self) -> PutRequest:
-        _distinct([document.id for document in self.documents])
+        ids = [document.id for document in self.documents]
+        if len(set(ids)) < len(ids):
+            twice = next(id for id in ids if ids.count(id) > 1)
+            raise ValueError(f"the id {twice!r} appears twice; send every document once")
         return self
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import ray
 from prometheus_client import Metric
@@ -36,7 +37,6 @@ from infembed_ray.serving.deployments import (
 )
 from infembed_ray.serving.metrics import MetricsPage
 from infembed_ray.serving.plan import LOGGING
-from infembed_ray.serving.probes import probe, worse_rankings
 from infembed_ray.serving.release import (
     APPLICATION,
     INGRESS,
@@ -46,17 +46,20 @@ from infembed_ray.serving.release import (
     Arguments,
     EncoderArguments,
     IndexArguments,
+    Probe,
+    ProbeSet,
     ReleaseSpec,
     RerankerArguments,
 )
 from infembed_ray.serving.replicas import Ingress
 from infembed_ray.serving.routing.blue_green import open_release
 from infembed_ray.serving.routing.remote import RemoteDeployment
+from infembed_ray.serving.schema import SearchRequest, SearchResponse
 from infembed_ray.storage.places import address, place_of
 from infembed_ray.storage.steps import find_input
 
-START_TIMEOUT_S = 600.0
-"""Time for replicas to start: a large model is read and warmed up, and a node may have to be added first."""
+START_TIMEOUT_S = 3600.0
+"""Time for replicas to start: a node may have to be added, and it may copy a large index and a model first."""
 READY_TIMEOUT_S = 120.0
 """Time for started replicas to answer."""
 LOOK_S = 10.0
@@ -65,11 +68,13 @@ COMPACTION_RETRY_S = 600.0
 """Seconds until the next attempt to compact a collection after one that failed."""
 KEPT_VERSIONS = 2
 """Versions of an index that a compaction leaves: the one that was served until then, and the next."""
-POLL_S = 0.5
-MAX_POLL_S = 5.0
-"""Least and most seconds between two status queries to Serve's controller; each costs it work."""
+POLL_S = 1.0
+"""Seconds between two status queries to Serve's controller; each takes 0.1 s of CPU, which starting replicas need."""
 PROGRESS_S = 10.0
 """Seconds between two lines about a starting application."""
+PROBE_TOP_K = 100
+"""Hits per probe; a passage that is not among them has rank PROBE_TOP_K + 1."""
+QUERIES_AT_ONCE = 32
 BUILDERS: dict[type[Arguments], Callable[[Any], serve.Application]] = {
     EncoderArguments: encoder_application,
     IndexArguments: index_application,
@@ -134,7 +139,7 @@ class Supervisor:
             self._watch = asyncio.get_running_loop().create_task(self._compact_when_due())
 
     async def metrics(self) -> bytes:
-        """Return the metrics of all replicas in Prometheus text format."""
+        """As `MetricsPage.text`."""
         return self._page.text()
 
     async def verdict(self, current: ReleaseSpec, new: ReleaseSpec) -> str | None:
@@ -250,6 +255,69 @@ def successor(release: ReleaseSpec, collection: str, place: str) -> ReleaseSpec:
     return release.model_copy(update={"collections": {**release.collections, collection: after}})
 
 
+# --------------------------------------------------------------------------------------------------------- probes
+
+
+class ProbeFigures(NamedTuple):
+    """Means over the probes, x100."""
+
+    ndcg: float
+    """nDCG@10 over all queries, those under the changed instruction too."""
+    p_mrr: float | None
+    """p-MRR over the probes whose changed instruction takes relevance away; None if there are none."""
+
+
+def worse_rankings(current: ProbeFigures, new: ProbeFigures, limits: ProbeSet) -> str | None:
+    """Return why the new release must not replace the current one; None if its rankings are good enough."""
+    if current.ndcg == new.ndcg == 0:
+        return (
+            "neither release finds a relevant passage of `probes` among its first ten; give the ids of indexed passages"
+        )
+    drops = [("nDCG@10", current.ndcg, new.ndcg, limits.max_ndcg_drop, "max_ndcg_drop")]
+    if current.p_mrr is not None and new.p_mrr is not None:
+        drops.append(("p-MRR", current.p_mrr, new.p_mrr, limits.max_p_mrr_drop, "max_p_mrr_drop"))
+    for measure, before, after, allowed, setting in drops:
+        if after < before - allowed:
+            return (
+                f"its {measure} on the probes is {after:.1f}, the current release's {before:.1f}; "
+                f"{setting}={allowed:g} less is allowed"
+            )
+    return None
+
+
+async def probe(search: Callable[[SearchRequest], Awaitable[SearchResponse]], probes: Sequence[Probe]) -> ProbeFigures:
+    """Search all probes and measure the rankings."""
+    from infembed_ray.evaluation.metrics import Change, p_mrr, trec_measures
+
+    queries = list(_queries(probes))
+    run: dict[str, dict[str, float]] = {}
+    for start in range(0, len(queries), QUERIES_AT_ONCE):
+        some = queries[start : start + QUERIES_AT_ONCE]
+        answers = await asyncio.gather(*(search(request) for _, request in some))
+        run |= {name: {hit.id: hit.score for hit in a.hits} for (name, _), a in zip(some, answers, strict=True)}
+    judged = {f"{n}": p.relevant for n, p in enumerate(probes)}
+    judged |= {f"{n} changed": p.changed_relevant for n, p in enumerate(probes) if p.changed_relevant}
+    ndcg = trec_measures({name: dict.fromkeys(ids, 1) for name, ids in judged.items()}, run, ["nDCG@10"])
+    changes = [
+        Change(f"{n}", f"{n} changed", tuple(set(p.relevant) - set(p.changed_relevant)))
+        for n, p in enumerate(probes)
+        if p.changed_instruction is not None
+    ]
+    moved = p_mrr(changes, run)
+    return ProbeFigures(
+        100 * fmean(values["nDCG@10"] for values in ndcg.values()), 100 * fmean(moved.values()) if moved else None
+    )
+
+
+def _queries(probes: Sequence[Probe]) -> Iterator[tuple[str, SearchRequest]]:
+    """Yield a name and the search, for both instructions of each probe."""
+    for number, item in enumerate(probes):
+        yield f"{number}", SearchRequest(query=item.query, instruction=item.instruction, top_k=PROBE_TOP_K)
+        if item.changed_instruction is not None:
+            changed = SearchRequest(query=item.query, instruction=item.changed_instruction, top_k=PROBE_TOP_K)
+            yield f"{number} changed", changed
+
+
 # -------------------------------------------------------------------------------------------- one release for another
 
 
@@ -257,16 +325,10 @@ Deployed = tuple[ApiArguments, ReleaseSpec]
 """The API of a cluster: its arguments and its release."""
 
 
-def roll_out(
-    arguments: ApiArguments, new: ReleaseSpec, current: Deployed | None, timeout_s: float = START_TIMEOUT_S
-) -> None:
+def roll_out(arguments: ApiArguments, new: ReleaseSpec, current: Deployed | None) -> None:
     """Start the parts of a release that do not run, and switch the API to it once it answers; then delete what is unused.
 
-    Args:
-        arguments: of the API.
-        new: the release to serve.
-        current: what is served; None: nothing is.
-        timeout_s: for each part to start.
+    `current` is what is served (None: nothing is).
 
     Raises:
         InputError: a replica raised it.
@@ -280,7 +342,7 @@ def roll_out(
             application = BUILDERS[type(part)](part)
             ray_compat.start_application(application, name, None, LoggingConfig(**LOGGING))
         for name in missing:
-            wait_until_running(name, timeout_s)
+            wait_until_running(name)
         if current is not None:
             supervisor = serve.get_deployment_handle(SUPERVISOR, app_name=APPLICATION)
             if fault := supervisor.verdict.remote(current[1], new).result():
@@ -352,15 +414,14 @@ def _delete_after_drain(applications: set[str], drain_s: float) -> None:
 # ----------------------------------------------------------------------------------------------------------- waiting
 
 
-def wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:
+def wait_until_running(name: str) -> None:
     """Wait for an application, with progress lines.
 
     Raises:
         InputError: a replica raised it.
         StartError: the application failed or did not start in time.
     """
-    started = time.monotonic()
-    deadline, progress_at = started + timeout_s, started + PROGRESS_S
+    deadline, progress_at = time.monotonic() + START_TIMEOUT_S, time.monotonic() + PROGRESS_S
     while (application := serve.status().applications[name]).status != ApplicationStatus.RUNNING:
         failed = application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
         if failed or time.monotonic() > deadline:
@@ -369,8 +430,7 @@ def wait_until_running(name: str, timeout_s: float = START_TIMEOUT_S) -> None:
             states = [f"{part}: {' '.join(state.message.split())}" for part, state in application.deployments.items()]
             say(f"serve: waiting for {name}: {'; '.join(states) or application.message}")
             progress_at = time.monotonic() + PROGRESS_S
-        # A status costs 0.1 s of CPU, which the replicas need on a small machine: poll every 5 % of the time waited so far.
-        time.sleep(min(max(POLL_S, (time.monotonic() - started) / 20), MAX_POLL_S))
+        time.sleep(POLL_S)
 
 
 def _start_failure(name: str, application: ApplicationStatusOverview) -> Exception:

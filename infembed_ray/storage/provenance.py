@@ -1,4 +1,4 @@
-"""Provenance: which code, job, submitter, image and nodes made an output.
+"""Provenance: which code, job, submitter, image and cluster made an output.
 
 Nothing is copied from the environment except the variables that are named here, with credentials masked, so no secret
 reaches a manifest.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import functools
 import getpass
-import hashlib
 import json
 import os
 import platform
 import socket
 import subprocess
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from infembed_ray import __version__
 from infembed_ray.ray_compat import JOB_CONFIG_VARIABLE
 from infembed_ray.redaction import masked
+from infembed_ray.storage.places import fingerprint_files
 from infembed_ray.telemetry import running_ray
 
 if TYPE_CHECKING:
@@ -32,22 +31,23 @@ IMAGE = "INFEMBED_IMAGE"
 SUBMITTER = "INFEMBED_SUBMITTER"
 """Environment variable: who started the run. On a cluster, the user of the operating system says nothing."""
 _PACKAGE = Path(__file__).parents[1]
-_SHIPPED = "files"
-"""Directory that only the wheel has: copies of job scripts."""
-_GIB = 2**30
+_NOT_CODE = {"files", "__pycache__"}
+"""Directories of the package whose files are not hashed: only the wheel has `files`, copies of job scripts."""
+_COMMIT = ["git", "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
 _GIT_TIMEOUT_S = 10
 
 
 def collect() -> dict[str, Any]:
     """Return the provenance of an output that this process publishes now."""
+    ray = running_ray()
     return {
         "code": code(),
         "python": platform.python_version(),
-        "job": _job(),
+        "job": None if ray is None else _job(ray),
         "submitter": masked(os.environ.get(SUBMITTER, "")) or _user(),
         "host": socket.gethostname(),
         "image": masked(os.environ.get(IMAGE, "")) or None,
-        "nodes": _nodes(),
+        "cluster": {} if ray is None else {k: n for k, n in ray.cluster_resources().items() if "node:" not in k},
     }
 
 
@@ -64,71 +64,37 @@ def given(settings: Settings, name: str) -> str | None:
 
 @functools.cache
 def code() -> dict[str, str | None]:
-    """Return the code of this process.
+    """Return the code of this process: `version` of the package, `hash` of its files, and `commit`.
 
-    Returns:
-        `version` of the package; `hash` of its files; `commit` and `uncommitted` (hash of the difference of the package from
-        the commit), if it is imported from a git checkout. A job's working directory usually has no `.git`, but the hash.
+    The commit is known if the package is imported from a git checkout, and ends in `+` if that has uncommitted changes. A
+    job's working directory usually has no `.git`, but the hash.
     """
-    commit = _git("rev-parse", "HEAD")
-    changes = None if commit is None else _git("diff", "HEAD", "--binary", "--", str(_PACKAGE))
-    return {
-        "version": __version__,
-        "hash": _hash_files(),
-        "commit": commit,
-        "uncommitted": hashlib.sha256(changes.encode()).hexdigest()[:16] if changes else None,
-    }
+    files = [file for file in sorted(_PACKAGE.rglob("*")) if file.is_file()]
+    hashed = [file for file in files if not _NOT_CODE & set(file.relative_to(_PACKAGE).parts[:-1])]
+    return {"version": __version__, "hash": fingerprint_files(hashed, _PACKAGE), "commit": _commit()}
 
 
 def difference(manifest: Mapping[str, Any]) -> str | None:
-    """Describe how the code that made an output differs from this process's code; None if it does not.
-
-    Args:
-        manifest: of the output. One of an earlier release has only the version.
-    """
+    """Describe how the code that made an output differs from this process's code; None if it does not."""
     made, here = manifest.get("provenance", {}).get("code"), code()
-    if made is None:
-        made = {"version": manifest.get("code_version")}
-        same = made["version"] == here["version"]
-    else:
-        same = made.get("hash") == here["hash"]
-    return None if same else f"other code made it: {_describe(made)}; this is {_describe(here)}"
+    if made is None or made["hash"] == here["hash"]:
+        return None
+    return f"other code made it: {_describe(made)}; this is {_describe(here)}"
 
 
-def _describe(found: Mapping[str, str | None]) -> str:
-    parts = [f"version {found['version']}"]
-    if commit := found.get("commit"):
-        parts.append(f"commit {commit[:12]}")
-    if found.get("uncommitted"):
-        parts.append("with uncommitted changes")
-    elif not found.get("commit") and (digest := found.get("hash")):
-        parts.append(f"files {digest}")
-    return " ".join(parts)
+def _describe(code: Mapping[str, str | None]) -> str:
+    return f"version {code['version']} " + (f"commit {code['commit']}" if code["commit"] else f"files {code['hash']}")
 
 
-def _git(*arguments: str) -> str | None:
-    """Return the output of a git command on the checkout of this package; None if there is none."""
+def _commit() -> str | None:
     root = _PACKAGE.parent
     if not (root / ".git").exists():
         return None
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, check=True, timeout=_GIT_TIMEOUT_S
-        )
+        done = subprocess.run(_COMMIT, cwd=root, capture_output=True, check=True, timeout=_GIT_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError):  # no git, or a checkout of another user
         return None
-    return done.stdout.decode(errors="replace").strip()
-
-
-def _hash_files() -> str:
-    """Hash names and bytes of the package's files: the first 16 hex digits of SHA-256."""
-    digest = hashlib.sha256()
-    for file in sorted(_PACKAGE.rglob("*")):
-        name = file.relative_to(_PACKAGE)
-        if file.is_file() and "__pycache__" not in name.parts and name.parts[0] != _SHIPPED:
-            content = file.read_bytes()
-            digest.update(f"{name.as_posix()}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()[:16]
+    return done.stdout.decode().strip()
 
 
 def _user() -> str | None:
@@ -138,30 +104,8 @@ def _user() -> str | None:
         return None
 
 
-def _job() -> dict[str, str] | None:
-    """Return Ray's ids of the job that this process is the driver of; None without Ray."""
-    ray = running_ray()
-    if ray is None:
-        return None
+def _job(ray: Any) -> dict[str, str]:
+    """Return Ray's ids of the job that this process is the driver of."""
     submitted = json.loads(os.environ.get(JOB_CONFIG_VARIABLE) or "{}").get("metadata", {})
-    found = {"id": ray.get_runtime_context().get_job_id(), "submission_id": submitted.get("job_submission_id")}
-    return {name: value for name, value in found.items() if value}
-
-
-def _nodes() -> list[dict[str, Any]]:
-    """Return the cluster's present nodes, equal ones together: count, resources and accelerator."""
-    ray = running_ray()
-    if ray is None:
-        return []
-    kinds = Counter(json.dumps(_resources(node["Resources"]), sort_keys=True) for node in ray.nodes() if node["Alive"])
-    return [{"count": count, **json.loads(kind)} for kind, count in sorted(kinds.items())]
-
-
-def _resources(resources: Mapping[str, float]) -> dict[str, Any]:
-    """Return a node's resources without addresses; memory in whole GiB, because equal machines differ by some bytes."""
-    accelerators = [name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")]
-    plain = {name: amount for name, amount in resources.items() if ":" not in name and not name.endswith("memory")}
-    return {
-        "resources": plain | {"memory_gib": round(resources.get("memory", 0) / _GIB)},
-        "accelerator": accelerators[0] if accelerators else None,
-    }
+    ids = {"id": ray.get_runtime_context().get_job_id(), "submission_id": submitted.get("job_submission_id")}
+    return {name: value for name, value in ids.items() if value}

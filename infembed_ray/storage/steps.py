@@ -1,7 +1,7 @@
 """Outputs of steps: directories `OUTPUT/<identity>`, published atomically and found again by the hash of inputs and settings.
 
 A directory is renamed once its `manifest.json` is on disk. In an object store, which cannot rename, `manifest.json` is created
-last, conditionally, and `OUTPUT/latest` is moved after it by compare-and-swap: an output without a manifest is incomplete.
+last, conditionally, and `OUTPUT/latest` is replaced after it: an output without a manifest is incomplete.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
@@ -23,10 +23,9 @@ from typing import Any
 from infembed_ray import __version__
 from infembed_ray.config.base import Kind, Settings, with_texts
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.progress import say
 from infembed_ray.storage import durable, provenance
 from infembed_ray.storage.leases import lease
-from infembed_ray.storage.object_store import Entry, Folder, Version, convert_errors, is_uri, listing_digest, scratch
+from infembed_ray.storage.object_store import Entry, Folder, convert_errors, is_uri, listing_digest, scratch
 from infembed_ray.storage.places import Place, errors_at, fingerprint_files, read_text
 from infembed_ray.storage.run_state import recorded
 
@@ -65,48 +64,37 @@ def folder_of(settings: Any, name: str) -> Place:
 
 
 def find_input(value: str, name: str) -> Place:
-    """Return the place of an input, without a copy: follow `latest`; InputError as `resolve_input`."""
-    return open_input(value, name) if is_uri(value) else resolve_input(value, name)
+    """Return the place of an input, without a copy: follow `latest`.
+
+    Raises:
+        InputError: there is no such input, or the object store does not return it.
+    """
+    place = open_place(value, name)
+    with errors_at(place, name):
+        if not (place / MANIFEST).is_file() and (newest := read_text(place / LATEST)):
+            place = place / newest.strip()
+        if place.exists():
+            return place
+    if isinstance(place, Folder):
+        raise InputError.of(name, place, "no object has this name or begins with it", "check the path")
+    raise InputError.of(name, value, "no such file or directory")
 
 
-def resolve_input(
-    value: str, name: str, parts: Collection[str] | None = None, without: Callable[[str], bool] | None = None
-) -> Path:
+def resolve_input(value: str, name: str, without: Callable[[str], bool] | None = None) -> Path:
     """Return the local path of an input: follow `latest`, and download from an object store.
 
     Args:
-        parts: files and folders to download from a directory of an object store; None downloads all.
         without: whether to leave out a file, by its name in the directory.
 
     Raises:
         InputError: there is no such input, or the object store does not return it.
     """
-    if is_uri(value):
-        return _download(value, name, parts, without)
-    path = local_path(value, name)
-    if not path.exists():
-        raise InputError.of(name, value, "no such file or directory")
-    return resolve(path)
+    place = find_input(value, name)
+    return place if isinstance(place, Path) else _download(place, name, without)
 
 
-def open_input(uri: str, name: str) -> Folder:
-    """Open the folder of an object store that a setting names; follow `latest`.
-
-    Raises:
-        InputError: the object store does not have it, or does not return it.
-    """
-    folder = Folder.open(uri, name)
-    with convert_errors(folder.base, name):
-        if folder.read(MANIFEST) is None and (newest := folder.read(LATEST)):
-            folder = folder / newest.strip()
-        if not folder.exists():
-            raise InputError.of(name, folder, "no object has this name or begins with it", "check the path")
-    return folder
-
-
-def _download(uri: str, name: str, parts: Collection[str] | None, without: Callable[[str], bool] | None) -> Path:
+def _download(folder: Folder, name: str, without: Callable[[str], bool] | None) -> Path:
     """Download an input to a directory whose name depends on its content, except what is already there."""
-    folder = open_input(uri, name)
     with convert_errors(folder.base, name):
         entries = {file: entry for file, entry in folder.entries().items() if file.split("/")[0] != STATES}
         root = scratch() / "inputs" / _hashed(f"{folder.uri}\0{listing_digest(entries)}")
@@ -116,13 +104,13 @@ def _download(uri: str, name: str, parts: Collection[str] | None, without: Calla
         with durable.exclusive_lock(root / "lock", wait=True):
             for file, entry in entries.items():
                 target = copy / file if file else copy
-                wanted = (parts is None or file.split("/")[0] in parts) and not (without and without(file))
-                if wanted and not (target.is_file() and target.stat().st_size == entry.size):
-                    folder.download(file, target)
-                    if (size := target.stat().st_size) != entry.size:
-                        raise InputError.of(
-                            name, f"{folder}/{file}", f"has {size} of {entry.size} bytes", "run again, or restore it"
-                        )
+                if (without and without(file)) or (target.is_file() and target.stat().st_size == entry.size):
+                    continue
+                folder.download(file, target)
+                if (size := target.stat().st_size) != entry.size:
+                    raise InputError.of(
+                        name, f"{folder}/{file}", f"has {size} of {entry.size} bytes", "run again, or restore it"
+                    )
     return copy
 
 
@@ -304,7 +292,7 @@ class Step:
     def become_latest(self) -> None:
         """Let `latest` name this output, which is published."""
         with errors_at(self.place, "output"):
-            self._set_latest(self._seen_latest())
+            set_latest(self.place, self.identity)
 
     def found(self) -> Published | None:
         """Return the output if an earlier run published it; change nothing."""
@@ -348,12 +336,11 @@ class Step:
             with errors_at(self.place, "output"):
                 if self.remote is not None:
                     _upload(staging, self.remote, before, still_held)
-                seen = self._seen_latest()
                 still_held()
                 self._create_manifest(staging.path / MANIFEST)
                 durable.publish_directory(staging.path, self.path)
                 if latest:
-                    self._set_latest(seen)
+                    set_latest(self.place, self.identity)
 
     def published(self) -> Published:
         """Return the output that `publish` made."""
@@ -368,23 +355,6 @@ class Step:
                 "another run has published this output",
                 f"that of this run stays in {file.parent}. Run again to use the published one",
             )
-
-    def _seen_latest(self) -> tuple[bytes, Version] | None:
-        """Read `latest` of an output in an object store."""
-        return None if self._remote_root is None else self._remote_root.read_versioned(LATEST)
-
-    def _set_latest(self, seen: tuple[bytes, Version] | None) -> None:
-        """Let `latest` name this output, unless another run has moved it since it was `seen`."""
-        if self._remote_root is None:
-            set_latest(self.root, self.identity)
-            return
-        line = f"{self.identity}\n".encode()
-        if seen is None:
-            moved = self._remote_root.create(LATEST, line)
-        else:
-            moved = seen[1] if seen[0] == line else self._remote_root.replace(LATEST, line, seen[1])
-        if moved is None:
-            say(f"{self.stage}: {LATEST} stays at the output that another run has published at the same time")
 
     def manifest(self, staging: Staging, seconds: float) -> dict[str, Any]:
         """Return the manifest of an output."""

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +14,7 @@ from infembed_ray.config.base import Kind, Settings, with_texts
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.config.training import TrainSettings
-from infembed_ray.errors import InputError, check_all
+from infembed_ray.errors import InputError
 from infembed_ray.evaluation.inputs import describe_tasks
 from infembed_ray.evaluation.inputs import resolve as resolve_evaluation
 from infembed_ray.evaluation.results import Results
@@ -41,14 +40,9 @@ _GIVEN = ("model", "output", "seed")
 
 @dataclass(frozen=True)
 class Trial:
-    """A cell of the table, for one seed.
+    """A cell of the table, for one seed: labels of its row and backbone, its training, and its evaluation without `models`.
 
-    Attributes:
-        row, model: labels of its objective or variant, and of its backbone.
-        seed: None if nothing is trained.
-        train: None for an untrained backbone.
-        evaluate: settings of its evaluation, without `models`.
-        untrained: the untrained backbone, with the text format of its trainings; None for a trained model.
+    `untrained` is an untrained backbone with the text format of the trainings; it has no seed and no training.
     """
 
     row: str
@@ -68,46 +62,36 @@ def rows(settings: SweepSettings) -> dict[str, dict[str, Any]]:
     """Return label -> changed fields of the training, in the order of the table.
 
     Raises:
-        InputError: the sweep sets a changed field, or two rows have the same label.
+        InputError: there is no such objective, or two rows have the same label.
     """
-    objectives = [Objective.parse(name) for name in settings.objectives]
+    objectives = [str(Objective.parse(name)) for name in settings.objectives]
     if not objectives and not settings.variants:
-        objectives = [Objective.parse(settings.train.objective)]
-    made: dict[str, dict[str, Any]] = {}
-    for objective in map(str, objectives):
-        if objective in made:
-            raise InputError.of("objectives", None, f"{objective} is listed twice", "list each once")
-        made[objective] = {"objective": objective}
-    for label, change in settings.variants.items():
-        if label in made or label == BASE:
-            raise InputError.of(f"variants.{label}", None, "another row has this label", "choose another")
-        for name in ("records", *_GIVEN):
-            if name in change:
-                raise InputError.of(
-                    f"variants.{label}.{name}", None, "is set by the sweep and cannot differ by row", "leave it out"
-                )
-        made[label] = change
-    return made
+        objectives = [str(Objective.parse(settings.train.objective))]
+    labels = [BASE, *objectives, *settings.variants]
+    if repeated := next((label for n, label in enumerate(labels) if label in labels[:n]), None):
+        name = f"variants.{repeated}" if repeated in settings.variants else "objectives"
+        raise InputError.of(name, repeated, "another row has this label", "choose another, or list it once")
+    return {objective: {"objective": objective} for objective in objectives} | settings.variants
 
 
 def trials(settings: SweepSettings) -> list[Trial]:
     """Return all trials of a sweep, checked as far as that is cheap, so that a typing error fails at once.
 
     Raises:
-        InputError: a trial has bad input; the message names its row.
+        InputError: a trial has bad input; the setting's name begins with its row.
     """
     if not settings.models:
         raise InputError.of("models", None, "is empty", "set models.label=<directory or hub name>")
     train, evaluate = settings.train, settings.evaluate
-    default_seed = type(train).model_fields["seed"].default
-    filled = {"train.model": train.model, "train.output": train.output, "train.seed": train.seed != default_seed}
-    filled |= {"evaluate.models": evaluate.models, "evaluate.output": evaluate.output}
-    for name in (name for name, value in filled.items() if value):
-        raise InputError.of(name, None, "is set by models, output and seeds of the sweep", "leave it out")
+    unset = ("", type(train).model_fields["seed"].default)
+    own = [f"train.{name}" for name in _GIVEN if getattr(train, name) not in unset]
+    own += [f"evaluate.{name}" for name in ("models", "output") if getattr(evaluate, name)]
+    fixed = ("records", *_GIVEN)
+    own += [f"variants.{row}.{name}" for row, change in settings.variants.items() for name in fixed if name in change]
+    if own:
+        raise InputError.of(own[0], None, "the sweep sets it by models, output and seeds", "leave it out")
     if not evaluate.tasks and evaluate.records is None:
-        raise InputError.of(
-            "evaluate.tasks", None, "is empty", "set evaluate.tasks=[followir] or another task, or evaluate.records"
-        )
+        raise InputError.of("evaluate.tasks", None, "is empty", "set it to [followir], or set evaluate.records")
     sources.named(train)
     settings = _with_absolute_paths(settings)
     designs = {row: _design(settings, row, change) for row, change in rows(settings).items()}
@@ -161,14 +145,10 @@ def _absolute_inputs(settings: S, prefix: str) -> S:
 
 def _with_absolute_paths(settings: SweepSettings) -> SweepSettings:
     """Return the settings with absolute paths, for fields that no row changes; InputError if one does not exist."""
-    evaluate, output = _absolute_inputs(settings.evaluate, "evaluate."), _absolute(settings.output)
-    tasks = catalogue.expand(evaluate.tasks)
-    places: dict[str, Any] = {"tasks": tuple(t if t in catalogue.TASKS else _absolute(t) for t in tasks)}
-    if evaluate.data is not None:
-        find_input(evaluate.data, "evaluate.data")
-        places["data"] = _absolute(evaluate.data)
-    shared = address(place_of(output) / EMBEDDINGS) if evaluate.embeddings is None else _absolute(evaluate.embeddings)
-    evaluate = evaluate.model_copy(update=places | {"embeddings": shared})
+    output, evaluate = _absolute(settings.output), _absolute_inputs(settings.evaluate, "evaluate.")
+    tasks = tuple(t if t in catalogue.TASKS else _absolute(t) for t in catalogue.expand(evaluate.tasks))
+    shared = _absolute(evaluate.embeddings or address(place_of(output) / EMBEDDINGS))
+    evaluate = evaluate.model_copy(update={"tasks": tasks, "embeddings": shared})
     train = _absolute_inputs(settings.train, "train.")
     return settings.model_copy(update={"train": train, "evaluate": evaluate, "output": output})
 
@@ -218,26 +198,15 @@ def untrained(train: TrainSettings, backbone: str) -> RetrieverSettings:
 
 def describe(settings: SweepSettings) -> Iterator[str]:
     """Check one training per row and backbone, and the evaluation of the first trial: the others differ by seed or row."""
-    planned = trials(settings)
-    designs = [t for t in planned if t.train is not None and t.seed == settings.seeds[0]]
-    seeds = len(settings.seeds)
+    planned, seeds = trials(settings), len(settings.seeds)
     yield f"output {settings.output}: finished trials are not repeated"
+    designs = [(t, t.train) for t in planned if t.train is not None and t.seed == settings.seeds[0]]
     yield f"trials: {len(planned):,}, of which {len(designs) * seeds:,} train ({counted(seeds, 'seed')} per row and model)"
-    first = planned[0]
-    model = first.untrained or first.train.model  # type: ignore[union-attr]
-    evaluation = first.evaluate.model_copy(update={"models": {first.row: model}})
-    evaluation_inputs, *described = check_all(
-        lambda: resolve_evaluation(evaluation, share_corpora=False), *(partial(_described, trial) for trial in designs)
-    )
-    for trial, lines in zip(designs, described, strict=True):
+    for trial, train in designs:
+        lines = list(describe_training(train))
         yield from (f"{trial.name}: {line}" for line in lines if line.startswith(("steps", "memory", "disk")))
-    yield from describe_tasks(evaluation_inputs)
-    yield "{:,} queries and {:,} passages per trial".format(*evaluation_inputs.size)
-
-
-def _described(trial: Trial) -> list[str]:
-    assert trial.train is not None
-    try:
-        return list(describe_training(trial.train))
-    except InputError as error:
-        raise error.within(f"row {trial.row}, {trial.model}: ") from error
+    first = planned[0]
+    model = first.untrained or next(train.model for _, train in designs)
+    inputs = resolve_evaluation(first.evaluate.model_copy(update={"models": {first.row: model}}), share_corpora=False)
+    yield from describe_tasks(inputs)
+    yield "{:,} queries and {:,} passages per trial".format(*inputs.size)

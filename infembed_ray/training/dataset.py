@@ -19,13 +19,12 @@ from infembed_ray.records.tables import Record
 from infembed_ray.records.tuples import Example, TrainingRecord
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder
-from infembed_ray.storage.places import Place, address, listing, open_binary
+from infembed_ray.storage.places import Place, address, listing
 from infembed_ray.storage.steps import fingerprint, resolve_input
 
 RECORDS = "records.arrow"
 _ROWS = 1024
 """Rows per record batch of the file; the last batch may have fewer."""
-_BLOCK = 1 << 20
 _COLUMNS = {kind: [f.name for f in fields(kind)] for kind in (Record, Example)}
 _SCHEMA = pa.unify_schemas([pa.schema([(name, pa.string()) for name in _COLUMNS[Record]]), tuples.SCHEMA])
 """Columns of both kinds of records; a row has those of its own kind, and the others are null."""
@@ -38,10 +37,10 @@ class Dataset(Sequence[TrainingRecord]):
         self.path = path
 
     def uploaded(self, folder: Folder) -> Dataset:
-        """Upload the file to a folder of an object store, unless it has these bytes; return the same records there."""
+        """Upload the file to a run's folder, unless an earlier attempt did: nodes keep a copy of each object's version."""
         assert isinstance(self.path, Path)
         target = folder / self.path.name
-        if not _same(self.path, target):
+        if listing(target).get("") != self.path.stat().st_size:
             folder.upload(self.path, self.path.name)
         return Dataset(target)
 
@@ -96,11 +95,3 @@ def _record(row: Mapping[str, Any]) -> TrainingRecord:
     values: dict[str, Any] = {name: row[name] for name in _COLUMNS[kind]}
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return kind(**values)
-
-
-def _same(file: Path, target: Folder) -> bool:
-    """Whether an object exists and has the bytes of a file."""
-    if listing(target).get("") != file.stat().st_size:
-        return False
-    with open_binary(file) as ours, open_binary(target) as theirs:
-        return all(block == theirs.read(_BLOCK) for block in iter(lambda: ours.read(_BLOCK), b""))

@@ -130,8 +130,8 @@ class _Trainer:
     def _check_embeddings(self) -> None:
         """Stop the run if the model gives embeddings that are not finite. Its weights may be finite then, but too large."""
         texts = self._encoder.tokenize_queries(["a"], [None]), self._encoder.tokenize_passages(["a"])
-        finite = all(bool(torch.isfinite(self._engine.embed(side)).all()) for side in texts)
-        self._monitor.check_embeddings(self._progress.step, finite)
+        total = sum(float(self._engine.embed(side).sum()) for side in texts)
+        self._monitor.check(self._progress.step, "the sum of the model's embeddings", total)
 
     def _find_similar_words(self, device: torch.device) -> dict[str, tuple[str, ...]]:
         """Find similar words for `overlap_synonyms` with the untrained model on worker 0, and give them to all."""
@@ -155,13 +155,14 @@ class _Trainer:
         measured = {"loss": loss.detach(), **measure(scores, self._settings.temperature)}
         means, work, preempted = self._agree({name: share * value for name, value in measured.items()})
         number = self._progress.step + 1
-        self._monitor.check_loss(number, means, prepared.ids)
+        self._monitor.check(number, "the loss", means["loss"], prepared.ids)
+        self._monitor.check_negatives(number, means["without_negatives"], prepared.ids)
         if self._monitor.stopped is not None:
             return
         self._engine.backward(loss * share)
         rate = learning_rate(self._settings, self._progress.step, self._sampler.steps)
         norm = self._engine.update(rate)
-        self._monitor.check_gradients(number, norm, prepared.ids)
+        self._monitor.check(number, "the norm of the gradients", norm, prepared.ids)
         if self._monitor.stopped is None:
             self._log_step(len(prepared.ids), means | self._meter.end(*work), rate, norm)
             self._save_if_due(preempted)

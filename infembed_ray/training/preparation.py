@@ -32,13 +32,8 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A step, ready for its forward passes.
-
-    Attributes:
-        seed: Seed of what is drawn for it.
-        ids: Ids of its records, of all workers in rank order.
-        batch: This worker's share, tokenized.
-        queries, passages: Passes of the batch's texts, on the CPU.
+    """A step, ready for its forward passes: seed of what is drawn, ids of the records of all workers in rank order, this
+    worker's share, and the passes of its texts, on the CPU.
     """
 
     seed: str

@@ -201,7 +201,7 @@ class Undisturbed:
 @pytest.fixture(scope="module")
 def undisturbed(nodes: Nodes, settings: dict[str, Any]) -> Undisturbed:
     with stand_in(latency_s=LATENCY_S, key=SECRETS["OPENAI_API_KEY"]) as server:
-        pipeline = Pipeline(nodes, settings, "undisturbed", server, None)
+        pipeline = Pipeline(nodes, settings, "undisturbed", server)
         job = pipeline.submit()
         job.wait_for(lambda: "pipeline: analyze" in job.printed)
         start = time.monotonic()

@@ -1,7 +1,6 @@
 """Broken environments, each with the line that names the fault and its remedy. The faults are real: ports, files, servers."""
 
 import os
-import stat
 import subprocess
 import time
 
@@ -42,11 +41,16 @@ def distribution(root, name, version):
     (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def command(root, name, output):
-    """Write a program that prints a text."""
-    program = root / name
-    program.write_text(f"#!/bin/sh\necho '{output}'\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+@pytest.fixture
+def gpu(tmp_path, monkeypatch):
+    """A machine whose driver has a GPU, which this machine's torch and FAISS cannot use; its line."""
+    if __import__("torch").cuda.is_available():
+        pytest.skip("this machine's torch has a GPU")
+    line = "NVIDIA A100-SXM4-40GB, 40960 MiB, 550.54.15"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{line}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return line
 
 
 def test_a_whole_environment_has_no_fault(capsys, tmp_path):
@@ -71,20 +75,8 @@ def test_two_distributions_of_faiss_are_a_fault(capsys, tmp_path, monkeypatch):
     assert "pip uninstall -y faiss-cpu faiss-gpu" in said
 
 
-def test_a_gpu_that_torch_cannot_use_is_a_fault(capsys, tmp_path, monkeypatch):
-    command(tmp_path, "nvidia-smi", "NVIDIA A100-SXM4-40GB, 40960 MiB, 550.54.15")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("this machine's torch has a GPU")
-    said = fault(doctor._gpu, capsys)
-    assert said.startswith("NVIDIA A100-SXM4-40GB, 40960 MiB, 550.54.15, but torch ")
-    assert "install" in said
-
-
-def test_faiss_for_cpus_on_a_machine_with_gpus_is_said(capsys, tmp_path, monkeypatch):
-    command(tmp_path, "nvidia-smi", "NVIDIA A100-SXM4-40GB, 40960 MiB, 550.54.15")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+def test_a_gpu_that_torch_cannot_use_is_a_fault(capsys, gpu):
+    assert fault(doctor._gpu, capsys).startswith(f"{gpu}, but torch ")
     holds, lines = of(doctor._faiss, capsys)
     assert holds
     if not hasattr(__import__("faiss"), "StandardGpuResources"):
@@ -96,7 +88,7 @@ def test_the_lock_of_a_killed_build_is_a_fault(capsys, tmp_path):
     lock.parent.mkdir(parents=True)
     lock.touch()
     os.utime(lock, (time.time() - 3600,) * 2)
-    assert fault(doctor._deepspeed, capsys).endswith(f"for which a training waits for ever: rm {lock}")
+    assert fault(doctor._deepspeed, capsys).endswith(f"rm {lock}")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "http://127.0.0.1:8265"])
@@ -116,21 +108,15 @@ def test_token_mode_without_a_token_is_a_fault(capsys, monkeypatch, tmp_path):
 
 def test_an_output_that_cannot_be_written_is_a_fault(capsys, tmp_path):
     (tmp_path / "file").touch()
-    said = fault(lambda: doctor._place(str(tmp_path / "file" / "out")), capsys)
-    assert said.endswith("choose a writable directory")
+    place = str(tmp_path / "file" / "out")
+    assert main(["doctor", place]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == f"to mend: {place}"
 
 
 def test_a_bucket_that_does_not_exist_is_a_fault(bucket, capsys):
     missing = bucket.replace("s3://", "s3://no-such-", 1)
     assert "output=" in fault(lambda: doctor._place(missing), capsys)
     assert of(lambda: doctor._place(bucket), capsys) == (True, ["ok    x: can be written"])
-
-
-def test_the_command_ends_with_status_1_and_names_the_faults(capsys, tmp_path):
-    (tmp_path / "file").touch()
-    place = str(tmp_path / "file" / "out")
-    assert main(["doctor", place]) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == f"to mend: {place}"
 
 
 def test_an_endpoint_answers_or_is_a_fault_that_does_not_show_the_key(capsys, monkeypatch):

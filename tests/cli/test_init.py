@@ -19,8 +19,7 @@ def test_every_settings_file_that_init_writes_loads(tmp_path: Path, capsys: pyte
 def test_init_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cluster.yaml").write_text("mine")
     assert main(["init", str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"infembed init: {tmp_path / 'cluster.yaml'} exists already; choose another directory")
+    assert str(tmp_path / "cluster.yaml") in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["cluster.yaml"]
     assert (tmp_path / "cluster.yaml").read_text() == "mine"
 

@@ -130,18 +130,13 @@ def followir_like(root: Path) -> Path:
 
 
 def mair_like(root: Path) -> Path:
-    """Write MAIR's five default tasks, and `Twofold` with a corpus for each of two splits, like CQADupStack."""
+    """Write MAIR's five tasks."""
     configs: dict[str, dict[str, dict[str, str]]] = {MAIR_QUERIES: {}, MAIR_DOCS: {}}
     for shift, config in enumerate(MAIR.values()):
         kept = [d for d in DOCUMENTS if d.number % 5 != shift]
-        _write_mair(root, config, "", kept, shift)
+        _write_mair(root, config, kept, shift)
         configs[MAIR_QUERIES][config] = {"queries": f"{config}/queries.jsonl"}
         configs[MAIR_DOCS][config] = {"docs": f"{config}/docs.jsonl"}
-    halves = {"norway": "Norway", "chile": "Chile"}
-    for half, place in halves.items():
-        _write_mair(root, "Twofold", f"{half}_", [d for d in DOCUMENTS if d.place == place], 0)
-    configs[MAIR_QUERIES]["Twofold"] = {f"{half}_queries": f"Twofold/{half}_queries.jsonl" for half in halves}
-    configs[MAIR_DOCS]["Twofold"] = {f"{half}_docs": f"Twofold/{half}_docs.jsonl" for half in halves}
     for repository, of_repository in configs.items():
         _write_card(root / repository, of_repository)
     return root
@@ -236,7 +231,7 @@ def _grade(document: Document) -> int:
     return 2 if document.source == 0 else 1
 
 
-def _write_mair(root: Path, config: str, prefix: str, documents: Sequence[Document], shift: int) -> None:
+def _write_mair(root: Path, config: str, documents: Sequence[Document], shift: int) -> None:
     queries = []
     for topic, (name, _) in enumerate(TOPICS):
         source = (topic + shift) % len(SOURCES)
@@ -250,9 +245,9 @@ def _write_mair(root: Path, config: str, prefix: str, documents: Sequence[Docume
                 "labels": [{"id": f"{config}-{d.number}", "score": 2 if d.year > 2000 else 1} for d in right],
             }
         )
-    write_jsonl(root / MAIR_QUERIES / config / f"{prefix}queries.jsonl", queries)
+    write_jsonl(root / MAIR_QUERIES / config / "queries.jsonl", queries)
     docs = [{"id": f"{config}-{d.number}", "doc": f"{d.title}\n{d.text}"} for d in documents]
-    write_jsonl(root / MAIR_DOCS / config / f"{prefix}docs.jsonl", docs)
+    write_jsonl(root / MAIR_DOCS / config / "docs.jsonl", docs)
 
 
 def _write_mteb(directory: Path, configs: Mapping[str, tuple[str, list[dict[str, Any]]]]) -> None:

@@ -180,7 +180,8 @@ def test_two_runs_are_compared_by_judgements_alone_without_ray(tmp_path, monkeyp
     sums = [abs(sum(s * c for s, c in zip(signs, changes, strict=True))) for signs in product((1, -1), repeat=5)]
     p_value = sum(total >= abs(sum(changes)) - 1e-12 for total in sums) / 32
     column = tables.columns(found)[task][0]
-    assert tables.cells(found, column)["mine"].compared.p == pytest.approx(p_value)
+    assert tables.cells(found, column)["mine"].p == pytest.approx(p_value)
+    assert "Where the models differ most" in Page((done.path / "report.html").read_text()).text
 
 
 def stored(directory):

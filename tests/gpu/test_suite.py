@@ -22,7 +22,7 @@ MADE = {
         "without_ray",
     )
 }
-QUICK = ["machine", "varlen", "trees", "bf16", "grad_cache", "step-0.5b", "step-7b-lora", "qlora"]
+QUICK = ["varlen", "trees", "grad_cache", "step-0.5b", "qlora"]
 
 
 def run(names, directory, capsys, minutes=3.0, device="cpu", tiny=True):
@@ -99,7 +99,7 @@ def test_without_a_device_every_case_fails_and_says_so(made, tmp_path, capsys):
     assert "torch finds no CUDA device" in lines["passes"][0]["error"]
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_the_quick_cases_pass_in_tiny_shapes_on_a_cpu(tmp_path, capsys):
     check_tiny(QUICK, tmp_path, capsys, skipped={"qlora"})
 
@@ -110,7 +110,7 @@ def test_all_other_cases_pass_in_tiny_shapes_on_a_cpu(tmp_path, capsys):
 
 
 def check_tiny(names, directory, capsys, skipped):
-    status, lines, page, outcome = run(names, directory, capsys, minutes=8.0)
+    status, lines, page, outcome = run(names, directory, capsys, minutes=60.0)  # no share ends early on a busy machine
     assert (status, set(outcome["skipped"])) == (0, skipped), outcome
     for name in set(names) - skipped:
         assert all("result" in line for line in lines[name]), lines[name]

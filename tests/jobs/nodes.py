@@ -108,14 +108,9 @@ class Nodes:
             return bool(self.page(f"{self.address}/api/jobs/", self.environment["RAY_AUTH_TOKEN"]))
         return False
 
-    def kill_busiest(self, actor: str = "") -> None:
-        """Kill all processes of the worker node that has used most CPU time; its files are gone, too. Start another one.
-
-        Args:
-            actor: part of the name of a Ray actor that must run on the node.
-        """
-        living = [worker for worker in self.workers if worker.poll() is None]
-        _kill(max((worker for worker in living if _runs(worker, actor)), key=_cpu_seconds))
+    def kill_busiest(self) -> None:
+        """Kill all processes of the worker node that has used most CPU time; its files are gone, too. Start another one."""
+        _kill(max((worker for worker in self.workers if worker.poll() is None), key=_cpu_seconds))
         self.add()
 
     def wait_for(self, nodes: int) -> None:
@@ -242,15 +237,6 @@ def _cpu_seconds(process: subprocess.Popen[bytes]) -> float:
         with contextlib.suppress(psutil.Error):
             total += sum(psutil.Process(pid).cpu_times()[:2])
     return total
-
-
-def _runs(process: subprocess.Popen[bytes], actor: str) -> bool:
-    """Return whether a process of a node has a part of its command line."""
-    for pid in _members(_namespace(process)):
-        with contextlib.suppress(psutil.Error):
-            if actor in " ".join(psutil.Process(pid).cmdline()):
-                return True
-    return False
 
 
 def _members(namespace: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The job scripts from synthesize to serve, each submitted once with `ray job submit` to a real head with a token.
+"""The job scripts of five stages, from synthesize to serve, each submitted once with `ray job submit` to a real head with a token.
 
 A stage is then repeated in this process: it must find its output before it needs a cluster. The data are the bundled sample
 with its journal of responses.
@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
@@ -35,7 +35,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.end_to_end]
 LLM_KEY = "key-of-the-llm"
 API_KEY = "key-of-the-http-api"
 TRAINING_RECORDS = 8
-HELD_OUT_RECORDS = 6
 DOCUMENTS = 60
 
 
@@ -66,18 +65,6 @@ def submit_and_repeat(head: Head, verb: str, output: Path, **settings: Any) -> R
     return Repeated(first.stdout, second.getvalue(), published, untouched=before == after)
 
 
-# ------------------------------------------------------------------------------------------------- data
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Files for the stages after synthesis."""
-
-    training: Path
-    held_out: Path
-    corpus: Path
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory that all nodes share."""
@@ -85,17 +72,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def texts(directory: Path, synthesized: Repeated) -> Texts:
-    training, held_out = (
-        [vars(row) for row in tables.read(synthesized.output, Record, "records", split=split)]
-        for split in ("train", "test")
-    )
-    corpus = [{"id": row["id"], "text": row["document_positive"]} for row in training + held_out]
-    return Texts(
-        write_jsonl(directory / "training.jsonl", training[:TRAINING_RECORDS]),
-        write_jsonl(directory / "held_out.jsonl", held_out[:HELD_OUT_RECORDS]),
-        write_jsonl(directory / "corpus.jsonl", corpus[:DOCUMENTS]),
-    )
+def records(directory: Path, synthesized: Repeated) -> list[dict[str, Any]]:
+    return [vars(row) for row in tables.read(synthesized.output, Record, "records", split="train")]
+
+
+@pytest.fixture(scope="module")
+def corpus(directory: Path, records: list[dict[str, Any]]) -> Path:
+    rows = [{"id": row["id"], "text": row["document_positive"]} for row in records[:DOCUMENTS]]
+    return write_jsonl(directory / "corpus.jsonl", rows)
 
 
 # ------------------------------------------------------------------------------------------------------ the jobs
@@ -120,25 +104,19 @@ def analyzed(head: Head, directory: Path, synthesized: Repeated) -> Repeated:
 
 
 @pytest.fixture(scope="module")
-def trained(head: Head, directory: Path, texts: Texts, minilm: str) -> Repeated:
+def trained(head: Head, directory: Path, records: list[dict[str, Any]], minilm: str) -> Repeated:
     settings = {"records_per_step": 4, "epochs": 1, "instruction_negatives": 2, "cpus_per_worker": 1}
-    return submit_and_repeat(head, "train", directory / "checkpoints", records=texts.training, model=minilm, **settings)
+    rows = write_jsonl(directory / "training.jsonl", records[:TRAINING_RECORDS])
+    return submit_and_repeat(head, "train", directory / "checkpoints", records=rows, model=minilm, **settings)
 
 
 @pytest.fixture(scope="module")
-def evaluated(head: Head, directory: Path, texts: Texts, minilm: str, trained: Repeated) -> Repeated:
-    models = {"models__base": minilm, "models__trained": trained.output}
-    return submit_and_repeat(head, "evaluate", directory / "results", records=texts.held_out, **models)
-
-
-@pytest.fixture(scope="module")
-def indexed(head: Head, directory: Path, texts: Texts, trained: Repeated) -> Repeated:
+def indexed(head: Head, directory: Path, corpus: Path, trained: Repeated) -> Repeated:
     # The parent directory names the newest checkpoint.
-    return submit_and_repeat(head, "index", directory / "index", corpus=texts.corpus, model=trained.output.parent)
+    return submit_and_repeat(head, "index", directory / "index", corpus=corpus, model=trained.output.parent)
 
 
-@dataclass(frozen=True)
-class Served:
+class Served(NamedTuple):
     """URL of the API that a job left on the cluster, and what that job and its repetition printed."""
 
     url: str
@@ -191,7 +169,7 @@ def test_the_heads_ports_refuse_a_stranger(head, tmp_path):
         assert {status(head.ports[port], page) for page in pages} == {401}
 
 
-@pytest.mark.parametrize("job", ["synthesized", "analyzed", "trained", "evaluated", "indexed"])
+@pytest.mark.parametrize("job", ["synthesized", "analyzed", "trained", "indexed"])
 def test_a_repeated_job_does_nothing_and_says_why(job, request):
     done = request.getfixturevalue(job)
     reason = "nothing to do: same inputs and settings, output finished on "
@@ -205,15 +183,8 @@ def test_a_repeated_job_does_nothing_and_says_why(job, request):
 def test_the_manifest_names_the_job_and_the_code_without_a_checkout(trained):
     found = trained.manifest["provenance"]
     assert re.fullmatch(r"raysubmit_\w+", found["job"]["submission_id"])
-    assert found["nodes"][0]["resources"]["CPU"] == 8
-    assert found["code"] == provenance.code() | {"commit": None, "uncommitted": None}
-
-
-def test_every_seed_comes_out_and_no_request_is_sent(synthesized):
-    counts = synthesized.manifest["counts"]
-    assert counts["kept"] > 0
-    assert counts["seeds"] == counts["kept"] + counts["rejected"] + counts["dead_letter"]
-    assert counts["calls"] == 0  # the sample's journal has all responses
+    assert found["cluster"]["CPU"] == 8
+    assert found["code"] == provenance.code() | {"commit": None}
 
 
 def test_keys_leave_no_trace_in_logs_and_outputs(synthesized, directory):
@@ -223,14 +194,14 @@ def test_keys_leave_no_trace_in_logs_and_outputs(synthesized, directory):
     assert not any(LLM_KEY.encode() in path.read_bytes() for path in files)
 
 
-def test_stages_agree_with_the_ones_before(synthesized, analyzed, trained, evaluated, indexed, texts):
+def test_stages_agree_with_the_ones_before(synthesized, analyzed, trained, indexed, corpus):
     counts = synthesized.manifest["counts"]
+    assert counts["kept"] > 0
+    assert counts["seeds"] == counts["kept"] + counts["rejected"] + counts["dead_letter"]
+    assert counts["calls"] == 0  # the sample's journal has all responses
     assert analyzed.manifest["counts"] == {kind: counts[kind] for kind in ("kept", "rejected", "dead_letter")}
     assert trained.manifest["counts"]["records"] == TRAINING_RECORDS
-    figures = evaluated.manifest["figures"]
-    assert list(figures) == ["base", "trained"]
-    assert figures["base"] != figures["trained"]
-    assert indexed.manifest["counts"]["passages"] == len(read_jsonl(texts.corpus))
+    assert indexed.manifest["counts"]["passages"] == len(read_jsonl(corpus))
 
 
 def test_a_repeated_serve_does_nothing_and_says_why(served):
@@ -239,8 +210,8 @@ def test_a_repeated_serve_does_nothing_and_says_why(served):
     assert f"{reason}{served.url}" in served.second
 
 
-def test_the_api_finds_a_passage_and_requires_a_key(served, texts):
-    wanted = read_jsonl(texts.corpus)[-1]
+def test_the_api_finds_a_passage_and_requires_a_key(served, corpus):
+    wanted = read_jsonl(corpus)[-1]
     question = {"query": wanted["text"], "instruction": "The text itself.", "top_k": 3}
     hits = search(served, question, API_KEY)["hits"]
     assert len(hits) == 3

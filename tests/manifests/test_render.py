@@ -10,9 +10,7 @@ import yaml
 
 from infembed_ray.cli.main import main
 from infembed_ray.config.manifests import ManifestsSettings
-from infembed_ray.config.serving import RerankSettings, ServeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.manifests import render
 from infembed_ray.manifests.render import run
 from tests.serving.indexes import AGAIN, PASSAGES, publish_index
 from tests.support import kubernetes
@@ -123,8 +121,6 @@ def test_kustomize_builds_the_base_in_the_namespace(tmp_path: Path) -> None:
     [
         ("stages.trian={gpu: 1}", "stages.trian: no such verb; did you mean train"),
         ("stages.train={gpus: 1}", "stages.train: no group gpus; did you mean gpu"),
-        ("stages.train={cpu: 8}", r"stages.train: room for 0 of workers=8 \(8 CPU, 1 GPU each\)"),
-        ("groups.gpu.resources={cpu: 500m, nvidia.com/gpu: 8}", r"stages.train: room for 0 of workers=8"),
         ("stages.train={gpu: 1-2}", "stages.train.gpu=1-2: give one number of pods; only `serve` is autoscaled"),
         ("stages.train={gpu: many}", "train.gpu=many: give a number of pods"),
         ("images={default: a}", "groups.gpu: has GPUs; set images.gpu"),
@@ -137,16 +133,8 @@ def test_mistakes_are_found_before_anything_is_written(tmp_path: Path, override:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_reranker_needs_room_too() -> None:
-    rerank = RerankSettings(kind="late_interaction", replicas=3)
-    served = ServeSettings(index="i", rerank=rerank, cpus_per_encoder=2, gpus_per_encoder=1)
-    demands = list(render._demands("serve", served))
-    assert demands[-1] == ("rerank.replicas", 3, {"CPU": 2, "GPU": 1})
-    assert not [name for name, _, _ in render._demands("serve", ServeSettings(index="i")) if "rerank" in name]
-
-
 def test_every_mistake_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ["stages.train={cpu: 1}", "stages.index={cpu: 1}", "stages.serve=null"]
+    wrong = ["stages.train={cpus: 1}", "stages.index={cpus: 1}", "stages.serve=null"]
     assert main(["manifests", "--config", CONFIG, f"output={tmp_path / 'out'}", *wrong]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
 

@@ -10,6 +10,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.mining import distributed
 from infembed_ray.mining.miner import Miner, known_positives
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.records import tuples
 from infembed_ray.records.tuples import Example
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.updates.write_ahead_log import Delete
@@ -32,8 +33,8 @@ def settings(minilm, tmp_path_factory):
 @pytest.mark.slow
 def test_any_number_of_actors_and_an_interruption_give_the_same(ray_cluster, settings, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(distributed, "ROWS_PER_BLOCK", 7)
-    tuples = [Example(f"row-{n + 1}", p[12:40], (p,)) for n, p in enumerate(PASSAGES)]
-    alone = Miner(settings, settings.index, None, "cpu").mine(tuples, known_positives(lambda: tuples))
+    rows = [Example(f"row-{n + 1}", p[12:40], (p,)) for n, p in enumerate(PASSAGES)]
+    alone = Miner(settings, settings.index, None, "cpu").mine(rows, known_positives(lambda: rows))
     published = distributed.run(settings)
     assert list(tuples.stream(published.path, "records")) == alone.rows
     short = sum(len(row.negatives) < 25 for row in alone.rows)

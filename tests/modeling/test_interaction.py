@@ -19,11 +19,11 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.interaction import FILE, CrossAttention, pair_batches, paired
 from infembed_ray.modeling.layout import padded
 from infembed_ray.modeling.tokenizer import Tokens
-from infembed_ray.records.tables import Record
 from infembed_ray.training.loop import train_worker
 from infembed_ray.training.observability.logs import read_metrics
 from tests.modeling import backbones
 from tests.support.workers import run_workers
+from tests.training.test_collate import record
 
 INSTRUCTIONS = [
     "For nurses, in plain words; no brand names.",
@@ -204,19 +204,6 @@ def test_instruction_and_query_are_tokenised_and_truncated_separately(minilm):
 # ------------------------------------------------------------------------------------------- what is built on it
 
 
-def record(n):
-    return Record(
-        id=f"r{n}",
-        query_positive=f"query {n}",
-        instruction_positive=f"good {n}" + " and further" * n,
-        instruction_negative=f"bad {n}",
-        query_negative=f"other query {n}",
-        document_positive=f"passage {n}",
-        hard_negative_document_1=f"first negative {n}",
-        hard_negative_document_2=f"second negative {n}",
-    )
-
-
 def train(rank, settings, rows, directory):
     train_worker(settings, rows, directory, torch.device("cpu"))
 
@@ -239,7 +226,7 @@ def trained(minilm, tmp_path_factory):
         learning_rate=3e-4,
         query_length=48,
     )
-    run_workers(train, 1, settings, [record(n) for n in range(8)], directory)
+    run_workers(train, 1, settings, [record(n, f"good {n}" + " and further" * n) for n in range(8)], directory)
     return directory
 
 

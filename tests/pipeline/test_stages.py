@@ -172,19 +172,17 @@ def test_faults_of_later_stages_are_found_before_the_first_one(tmp_path, monkeyp
     settings = PipelineSettings.from_mapping(ALL | LATE_FAULTS | {"output": str(tmp_path / "out")})
     with pytest.raises(InputError) as error:
         stages.run(settings)
-    lines = [str(fault).replace(": ", ".", 1) if not fault.value else str(fault) for fault in error.value.faults]
-    for fault in (
-        "train.offload=all: ",
-        "train.model=/backbone: ",
-        "evaluate.models.base.model=/backbone: ",
-        "evaluate.tasks=followri: ",
-        "evaluate.gate=trianed: ",
-        "index.metadata.text: ",
-        "index.corpus=/corpus.jsonl: ",
-        "serve.host=0.0.0.0: ",
-    ):
-        assert any(line.startswith(fault) for line in lines), fault
-    assert not any(stages.NOT_MADE in line for line in lines)
+    assert {fault.setting for fault in error.value.faults} == {
+        "train.offload",
+        "train.model",
+        "evaluate.models.base.model",
+        "evaluate.tasks",
+        "evaluate.gate",
+        "index.metadata.text",
+        "index.corpus",
+        "serve.host",
+    }
+    assert stages.NOT_MADE not in str(error.value)
     assert not (tmp_path / "out").exists()
 
 

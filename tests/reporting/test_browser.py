@@ -100,7 +100,7 @@ def evaluation(root):
         }
     )
     named = {"trained": "InF-Embed (e5-base-v2)"}
-    return Report.from_collection({"models": "runs/evaluation"}, collection, named).as_html()
+    return Report.from_collection({"models": "runs/evaluation"}, collection, named, ["raw"]).as_html()
 
 
 def quickstart(root):

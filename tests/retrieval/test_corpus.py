@@ -41,7 +41,7 @@ def test_jsonl_csv_and_parquet_give_the_same_passages(tmp_path: Path) -> None:
             writer.writerows(made[15 * part : 15 * part + 15])
     for corpus in ("a.jsonl", "b.parquet", "c"):
         assert read(tmp_path / corpus, {"year": "jahr"}) == expected
-        assert count_passages(tmp_path / corpus, {"year": "jahr"}, TYPES) == (30, False)
+        assert count_passages(tmp_path / corpus, {"year": "jahr"}, TYPES) == 30
 
 
 GOOD = {"id": "a", "text": "x", "year": 2020, "lang": "en"}
@@ -109,11 +109,3 @@ def test_small_files_are_read_together(tmp_path: Path, monkeypatch: pytest.Monke
     assert {len(part) for part in parts[:-1]} == {2}
     monkeypatch.setattr(module, "PARTS", 8)
     assert len(parts_of(tmp_path)) <= 8
-
-
-def test_a_count_says_whether_it_is_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SAMPLE", 3)
-    made = [{"id": f"p{n}", "text": "x"} for n in range(10)]
-    assert count_passages(write_jsonl(tmp_path / "a.jsonl", made), {}, {}) == (10, False)
-    (tmp_path / "a.json").write_text(json.dumps(made))
-    assert count_passages(tmp_path / "a.json", {}, {}) == (3, True)

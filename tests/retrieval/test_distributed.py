@@ -300,7 +300,7 @@ def test_bad_input_is_refused_before_any_work(tmp_path: Path, settings: IndexSet
     refuse("corpus=nowhere.jsonl: no such file", corpus="nowhere.jsonl")
     refuse("model=./nowhere: no such model directory", model="./nowhere")
     refuse("dimensions=385: embeddings of .* have 384; set 1 to 384", dimensions=385)
-    refuse("factory=PQ8: makes a IndexPQ, which cannot search", factory="PQ8")
+    refuse("factory=PQ8: makes a IndexPQ", factory="PQ8")
     refuse("memory_gib=1e-06: the smallest type, Flat, takes .* 1\d vectors of 384 dimensions", memory_gib=1e-6)
     refuse("metadata.id: this name is reserved", metadata={"id": "string"})
     refuse(r"row 1: column words must be a date as in 2024-05-31, not \d+", metadata={"words": "date"})

@@ -25,12 +25,8 @@ KINDS = (
     "HNSW16_SQ8",
     "IVF16,Flat",
     "IVF16_HNSW8,SQ8",
-    "IVF16,PQ8x4fs",
     "IVF16,RaBitQ",
     "IVF16_HNSW8,RaBitQ4",
-    "OPQ4_16,IVF16,PQ4x4",
-    "PCAR8,HNSW16",
-    "PCAR8,Flat",
 )
 LOSSLESS = ("Flat", "HNSW16", "IVF16,Flat")
 
@@ -225,7 +221,7 @@ class OnOneGpu:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kind", ["Flat", "IVF16,Flat", "OPQ4_16,IVF16,PQ4x4"])
+@pytest.mark.parametrize("kind", ["Flat", "IVF16,Flat", "IVF16,RaBitQ"])
 def test_threads_take_turns_on_a_gpu_and_find_what_the_cpu_finds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = clustered_vectors(1500, 16, 40)
     index, queries = build(kind, vectors), unit_vectors(64, 16, 7)

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval import shard_files
 from infembed_ray.retrieval.shard_files import (
+    FileChecksums,
     ShardFacts,
     clear_finished,
     drop_other_attempts,
@@ -167,3 +170,57 @@ def test_a_full_disk_and_a_store_that_fails_are_told_apart(
     monkeypatch.setattr(shard_files, "open_binary", lambda *_: Broken())
     with pytest.raises(InputError, match=rf"^index={folder}: the object store failed \(curlCode: 28"):
         local_directory(folder, facts, tmp_path / "cache")
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of several blocks."""
+    monkeypatch.setattr(shard_files, "BLOCK", 10)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(35)))
+    return path
+
+
+@pytest.mark.parametrize("size", [0, 1, 10, 11, 35])
+def test_a_checksum_covers_each_block(file: Path, tmp_path: Path, size: int) -> None:
+    content = bytes(range(size))
+    file.write_bytes(content)
+    blocks = [content[start : start + 10] for start in range(0, size, 10)]
+    expected = FileChecksums(size, "".join(hashlib.sha256(block).hexdigest()[:16] for block in blocks))
+    assert FileChecksums.measure(file) == expected
+    with pa.OSFile(str(file)) as source:
+        expected.verify(source, "place")
+        expected.copy(source, tmp_path / "copy", "place")
+    assert (tmp_path / "copy").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({33: 0}, "place is corrupted .the checksum of the block at byte 30 differs"),
+        ({0: 1}, "block at byte 0 "),
+        ("shorter", r"place is corrupted \(34 bytes instead of 35\)"),
+        ("longer", r"36 bytes instead of 35"),
+    ],
+)
+def test_a_damaged_file_is_refused_and_not_copied(file: Path, damage: Any, message: str) -> None:
+    whole = FileChecksums.measure(file)
+    content = bytearray(file.read_bytes())
+    if isinstance(damage, dict):
+        for place, value in damage.items():
+            content[place] = value
+    file.write_bytes({"shorter": content[:-1], "longer": content + b"\0"}.get(str(damage), content))
+    copy = file.with_name("copy")
+    with pa.OSFile(str(file)) as source:
+        for refused in (lambda: whole.verify(source, "place"), lambda: whole.copy(source, copy, "place")):
+            with pytest.raises(InputError, match=message):
+                refused()
+    assert not copy.exists()
+
+
+def test_a_block_that_the_disk_takes_in_parts_is_written_whole(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, start: pwrite(fd, data[: (len(data) + 1) // 2], start))
+    with pa.OSFile(str(file)) as source:
+        FileChecksums.measure(file).copy(source, file.with_name("copy"), "place")
+    assert file.with_name("copy").read_bytes() == file.read_bytes()

@@ -10,12 +10,12 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval import shards
+from infembed_ray.retrieval import searcher, shards
 from infembed_ray.retrieval.factory import EXACT_BELOW
 from infembed_ray.retrieval.passages import schema, write_passages
 from infembed_ray.retrieval.shard_files import ShardFacts
@@ -82,21 +82,8 @@ def test_a_shard_may_be_empty(tmp_path: Path, factory: str | None) -> None:
     assert shard.row_of("a") is None
 
 
-def test_equal_scores_come_in_descending_order_of_ids(tmp_path: Path) -> None:
-    same = np.tile(unit_vectors(1, 8), (4, 1))
-    facts = write_shard(tmp_path / "shard-00000", ["b", "d", "a", "c"], list("...."), same)
-    assert [hit.id for hit in search_shard(Shard.open(tmp_path, facts), same[:1], 4)[0]] == ["d", "c", "b", "a"]
-
-
-def test_texts_with_any_characters_round_trip(tmp_path: Path) -> None:
-    texts = ["", "naïve café", "日本語\n\t\u2028", "x" * 100_000]
-    facts = write_shard(tmp_path / "shard-00000", list("abcd"), texts, unit_vectors(4, 8))
-    hits = search_shard(Shard.open(tmp_path, facts), unit_vectors(1, 8), 4)[0]
-    assert {hit.id: hit.text for hit in hits} == dict(zip("abcd", texts, strict=True))
-
-
-KINDS = ["Flat", "HNSW8", "IVF4,Flat", "IVF4,SQ8", "PCAR6,IVF4,PQ2x4", "HNSW8_SQ8", "HNSW8_SQfp16", "IVF4,SQfp16"]
-KINDS += ["IVF4,RaBitQ", "RR,IVF4,RaBitQfs2"]
+KINDS = ["Flat", "HNSW8", "IVF4,Flat", "IVF4,SQ8", "IVF4,RaBitQ", "HNSW8_SQ8", "HNSW8_SQfp16", "IVF4,SQfp16"]
+KINDS += ["IVF4,RaBitQfs2"]
 
 
 @pytest.mark.parametrize("precision", ["float16", "float32"])
@@ -127,32 +114,6 @@ def test_every_index_type_is_written_opened_and_searched(tmp_path: Path, kind: s
             np.testing.assert_allclose([hit.score for hit in hits], found, atol=1e-6)  # no score is approximate
             shares.append(len({hit.id for hit in hits} & {ids[row] for row in np.argsort(-scores)[:10]}) / 10)
         assert np.mean(shares) >= 0.95
-
-
-@settings(max_examples=50)
-@given(d=st.integers(1, 200), seed=st.integers(0, 2**32 - 1), scale=st.floats(1e-9, 1))
-def test_float16_changes_a_score_by_less_than_its_bound(d: int, seed: int, scale: float) -> None:
-    rng = np.random.default_rng(seed)
-    vector, query = rng.standard_normal((2, d)) * rng.choice([scale, 1], (2, d))
-    vector, query = (x / np.linalg.norm(x) for x in (vector, query))
-    change = abs(query @ vector - query @ vector.astype(np.float16).astype(np.float64))
-    assert change <= 2.0**-11 + np.sqrt(d) * 2.0**-25  # as in docs/guides/index-a-corpus.md
-
-
-@settings(max_examples=25)
-@given(n=st.integers(1, 50), k=st.integers(1, 60), seed=st.integers(0, 2**32 - 1), share=st.floats(0, 1))
-def test_a_masked_search_is_exact(
-    tmp_path_factory: pytest.TempPathFactory, n: int, k: int, seed: int, share: float
-) -> None:
-    root = tmp_path_factory.mktemp("shard")
-    facts, vectors = write(root, n)
-    shard = Shard.open(root, facts)
-    keep = np.random.default_rng(seed).random(n) < share
-    kept = {id for id, here in zip(shard.passages.column("id").to_pylist(), keep, strict=True) if here}
-    query = unit_vectors(1, 8, seed)
-    exact = {f"p{i}": float(vectors[i].astype(np.float64) @ query[0].astype(np.float64)) for i in range(n)}
-    expected = sorted(kept, key=lambda id: (exact[id], id), reverse=True)[:k]
-    assert [hit.id for hit in search_shard(shard, query, k, keep)[0]] == expected
 
 
 def test_inconsistent_input_is_refused(tmp_path: Path) -> None:
@@ -186,9 +147,12 @@ def test_a_full_disk_is_an_error_that_leaves_no_partial_file(tmp_path: Path, mon
 
 
 @pytest.mark.integration
-def test_a_shard_below_the_recall_floor_is_refused_with_its_recall(tmp_path: Path) -> None:
-    n = 3000  # one code of 4 bits per vector finds few neighbours, even with reranking
-    build = Build("IVF8,PQ1x4", recall_floor=0.9)
+def test_a_shard_below_the_recall_floor_is_refused_with_its_recall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searcher, "LEAST_RERANK", 1)
+    monkeypatch.setattr(searcher, "MAX_RERANK", 1)  # codes of one bit alone find few neighbours
+    n, build = 3000, Build("IVF8,RaBitQ", recall_floor=0.9)
     with pytest.raises(InputError, match="recall_floor") as refusal:
         write(tmp_path, n, 64, build=build)
     assert "\n" not in str(refusal.value)

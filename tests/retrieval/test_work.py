@@ -274,7 +274,7 @@ def test_passages_with_their_id_and_text_have_their_vector(
 
 def test_vectors_of_a_lossy_type_are_the_originals(tmp_path: Path) -> None:
     texts = {f"p{n}": "x" for n in range(300)}
-    base, vectors = write(tmp_path, texts, 2, "IVF2,PQ2x4")
+    base, vectors = write(tmp_path, texts, 2, "IVF2,SQ8")
     np.testing.assert_array_equal(base.vectors(table(texts), 8), [vectors[id] for id in sorted(texts)])
 
 

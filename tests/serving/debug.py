@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from infembed_ray.retrieval import filters
 from infembed_ray.serving import explaining, schema
 from infembed_ray.serving.encoder.batching import BatchingEngine, Embedded
-from infembed_ray.serving.service import Document, NotApplied, Search, SearchOutcome
+from infembed_ray.serving.service import Document, NotApplied
 
 DIMENSION = 16
 CARD = schema.Model(
@@ -77,7 +76,7 @@ class DebugService:
         tokens = [list(text.encode()) for text in texts]
         return Embedded(await self.engine.embed(tokens), sum(map(len, tokens)))
 
-    async def search(self, search: Search) -> SearchOutcome:
+    async def search(self, search: schema.SearchRequest) -> schema.SearchResponse:
         condition = filters.parse(search.filter, self.card.metadata)
         if search.min_sequence > self.sequence:
             raise NotApplied(search.min_sequence, "shard-1", self.sequence)
@@ -88,27 +87,26 @@ class DebugService:
             columns |= {f: columns[f].cast(pa.date32()) for f in fields if fields[f] == "date"}
             kept = [d for d, true in zip(kept, condition.mask(pa.table(columns)), strict=True) if true]
         vectors = debug_embed([d.text.encode() for d in kept]) if kept else np.zeros((0, DIMENSION), np.float32)
-        query = search.query
-        (asked,) = await self.engine.embed([list(f"query: {query.instruction} {query.query}".encode())])
+        (asked,) = await self.engine.embed([list(f"query: {search.instruction or None} {search.query}".encode())])
         scored = sorted(zip((vectors @ asked).tolist(), kept, strict=True), key=lambda hit: (-hit[0], hit[1].id))
-        answer = SearchOutcome(
-            [
-                schema.SearchHit(id=d.id, score=score, text=d.text, metadata=dict(d.metadata))
-                for score, d in scored[: search.top_k]
-            ],
-            self.card.id,
-            self.card.index_version,
-            self.sequence,
-            schema.Timings(encode_ms=1.0, search_ms=2.0),
+        hits = [
+            schema.SearchHit(id=d.id, score=score, text=d.text, metadata=dict(d.metadata))
+            for score, d in scored[: search.top_k]
+        ]
+        return schema.SearchResponse(
+            hits=hits,
+            model=self.card.id,
+            index_version=self.card.index_version,
+            sequence=self.sequence,
+            timings=schema.Timings(encode_ms=1.0, search_ms=2.0),
+            explanation=await self._explain(search, hits) if search.explain else None,
         )
-        return answer._replace(explanation=await self._explain(search, answer.hits)) if search.explain else answer
 
-    async def _explain(self, search: Search, hits: Sequence[schema.SearchHit]) -> explaining.Explanation:
-        query = search.query
-        phrases = explaining.phrases_of(query.instruction or "")
-        instructions = explaining.variants(query.instruction or "", phrases)
-        asked = await self.engine.embed([list(f"query: {i} {query.query}".encode()) for i in instructions])
-        plain = replace(search, query=query._replace(instruction=None), top_k=100, explain=False)
+    async def _explain(self, search: schema.SearchRequest, hits: Sequence[schema.SearchHit]) -> explaining.Explanation:
+        phrases = explaining.phrases_of(search.instruction or "")
+        instructions = explaining.variants(search.instruction or "", phrases)
+        asked = await self.engine.embed([list(f"query: {i} {search.query}".encode()) for i in instructions])
+        plain = search.model_copy(update={"instruction": None, "top_k": 100, "explain": False})
         ids, plain_ids = [h.id for h in hits], [h.id for h in (await self.search(plain)).hits]
         wanted = explaining.explained_ids(ids, plain_ids, search.top_k)
         scores = {id: asked @ debug_embed([self.documents[id].text.encode()])[0] for id in wanted}

@@ -20,7 +20,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.retrieval.index import Index
 from infembed_ray.serving.distributed import run
-from infembed_ray.serving.plan import Plan, _fingerprint, model_bytes, model_name
+from infembed_ray.serving.plan import Plan, _fingerprint, model_name
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from infembed_ray.storage.steps import MANIFEST
 from tests.serving.indexes import AGAIN, publish_index
@@ -159,19 +159,6 @@ def test_an_index_in_an_object_store_is_described_by_its_manifest_alone(
     assert [path.name for path in tmp_path.iterdir()] == ["fingerprints"]
 
 
-def test_time_outs_of_the_start_grow_with_the_index_and_the_model(
-    index: str, minilm: str, bucket: str, tmp_path: Path
-) -> None:
-    plan = Plan.resolve(ServeSettings(index=index, model=minilm))
-    weights = (Path(minilm) / "model.safetensors").stat().st_size
-    assert plan.reading_s == (Index.open(index).facts.bytes + weights) / 50e6
-    store = Folder.open(f"{bucket}/sized", "model")
-    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "config.json"):
-        store.write(name, "12345")
-    assert model_bytes(store.uri) == 10
-    assert model_bytes("org/model") == 0
-
-
 def test_shards_on_gpus_need_faiss_gpu(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
     with pytest.raises(InputError, match="gpus_per_shard: this FAISS runs on CPUs only; pip uninstall -y faiss-cpu"):
@@ -215,8 +202,6 @@ def test_every_encoder_is_started_once_and_reserves_resources(
     assert cards["law"].encoder != cards["news"].encoder == cards["index"].encoder
     reserved = {setting: replicas for resource, setting, replicas, _ in plan.reservations() if resource == "CPU"}
     assert (reserved["cpus_per_encoder"], reserved["cpus_per_shard"]) == (2, 4)
-    indexes = sum(Index.open(place).facts.bytes for place in (settings.index, news, law))
-    assert plan.reading_s == (model_bytes(minilm) + model_bytes(model) + indexes) / 50e6
     assert "collection law: " in plan.startup_message()
 
 

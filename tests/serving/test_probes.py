@@ -13,9 +13,8 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.serving import schema
 from infembed_ray.serving.plan import Plan
-from infembed_ray.serving.probes import ProbeFigures, probe, worse_rankings
 from infembed_ray.serving.release import Probe, ProbeSet
-from infembed_ray.serving.service import Search, SearchOutcome
+from infembed_ray.serving.supervisor import ProbeFigures, probe, worse_rankings
 
 
 class Rankings:
@@ -25,13 +24,14 @@ class Rankings:
         self.rankings = rankings
         self.calls = 0
 
-    async def search(self, search: Search) -> SearchOutcome:
+    async def search(self, search: schema.SearchRequest) -> schema.SearchResponse:
         self.calls += 1
         hits = [
             schema.SearchHit(id=id, score=-rank, text="", metadata={})
-            for rank, id in enumerate(self.rankings[search.query])
+            for rank, id in enumerate(self.rankings[search.query, search.instruction])
         ]
-        return SearchOutcome(hits, "m", "v", 0, schema.Timings(encode_ms=0, search_ms=0))
+        timings = schema.Timings(encode_ms=0, search_ms=0)
+        return schema.SearchResponse(hits=hits, model="m", index_version="v", sequence=0, timings=timings)
 
 
 def dcg(ranks: Sequence[int]) -> float:

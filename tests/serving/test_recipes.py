@@ -91,6 +91,7 @@ def test_openais_client_understands_our_errors(openai_client: openai.OpenAI) -> 
     with pytest.raises(openai.AuthenticationError):
         openai_client.with_options(api_key="wrong").embeddings.create(input="ab", model="my-model")
     assert [model.id for model in openai_client.models.list()] == ["my-model"]
+    assert openai_client.models.retrieve("my-model").id == "my-model"
 
 
 def test_our_client(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,10 +23,9 @@ from ray.cluster_utils import Cluster
 
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval import checksums
-from infembed_ray.retrieval.checksums import FileChecksums
+from infembed_ray.retrieval import shard_files
 from infembed_ray.retrieval.index import Index
-from infembed_ray.retrieval.shard_files import ShardFacts
+from infembed_ray.retrieval.shard_files import FileChecksums, ShardFacts
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete
 from infembed_ray.serving.distributed import serving
@@ -150,7 +149,7 @@ def shard_replica(folder: Folder, number: int, cache: Path, monkeypatch: pytest.
 def test_a_replica_reads_only_its_own_shard_in_blocks_and_a_second_start_reads_none(
     stored: Folder, requests: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checksums, "BLOCK", 4096)
+    monkeypatch.setattr(shard_files, "BLOCK", 4096)
     facts = Index.describe(stored.uri).facts.shards[1]
     blocks = {name: math.ceil(of_file.size / 4096) for name, of_file in facts.checksums.items()}
     measured = {name: FileChecksums.measure(tmp_path / "v1" / facts.name / name) for name in facts.checksums}

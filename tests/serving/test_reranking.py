@@ -193,7 +193,6 @@ def test_a_late_search_is_dropped() -> None:
     first, late, *others = asyncio.run(run())
     np.testing.assert_array_equal(first, [42, 42])
     assert isinstance(late, DeadlineExceeded)
-    assert late.timeout_s == 0.5
     assert [list(other) for other in others] == [[42]] * 7  # type: ignore[arg-type]
     assert made.batching.counters.expired == 1
     assert len(scorer.batches) == 5  # two pairs each; the late one is in none

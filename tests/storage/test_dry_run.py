@@ -322,19 +322,6 @@ def test_serving_shows_the_index_and_checks_the_port(shown, minilm: str, tmp_pat
     assert "encoders" not in out
 
 
-def test_dry_run_is_the_same_as_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    given = [*SAMPLE, f"replay=[{sample.JOURNAL}]", f"output={tmp_path}/out"]
-    assert main(["synthesize", *given, "--dry-run"]) == 0
-    checked = capsys.readouterr()
-    assert main(["synthesize", "--dry-run", *given]) == 0
-    assert capsys.readouterr() == checked
-
-
-def test_a_check_of_a_config_prints_the_config(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "records=/nope", "model=m", "output=o", "--print-config", "--dry-run"]) == 0
-    assert "records: /nope\n" in capsys.readouterr().out
-
-
 def test_the_check_of_an_analysis_counts_raters_and_calls(shown, tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "records.jsonl", (vars(record(n)) for n in range(3)))
     item = {"instruction": "i", "query": "q", "passages": {"1": "p"}, "ann": 1}
@@ -349,22 +336,3 @@ def test_the_check_of_an_analysis_counts_raters_and_calls(shown, tmp_path: Path)
     assert status == 2
     assert "agreement.endpoint.base_url=host" in err[0]
     assert all("limits.budget_usd" in line for line in err[1:])
-
-
-def test_the_check_of_a_mix_says_what_each_source_has(shown, training, backbone, tmp_path: Path) -> None:
-    rows = [{"query": f"q{n}", "positives": [f"p{n}"], "negatives": ["n", "m"]} for n in range(9)]
-    plain = write_jsonl(tmp_path / "plain.jsonl", rows)
-    infir = training[0].removeprefix("records=")
-    given = [*training[1:], f"sources.infir.path={infir}", f"sources.plain.path={plain}", f"output={tmp_path}/out"]
-    status, out, err = shown("train", *given)
-    assert (status, err) == (0, [])
-    assert f"sources.infir: 33 of {infir}\n" in out
-    assert f"sources.plain: 9 of {plain}, 9 without instructions, 18 hard negatives\n" in out
-    assert "steps: 6 per epoch" in out  # of 42 records
-    write_jsonl(plain, [*rows, {"query": "q", "positives": []}])
-    status, out, err = shown("train", *given)
-    assert (status, len(err)) == (2, 1)
-    assert f"sources.plain.path={plain}: row 10: column positives has no passage" in err[0]
-    assert shown("train", *given, "sources.other.path=/nope")[2][0].endswith(
-        "sources.other.path=/nope: no such file or directory"
-    )

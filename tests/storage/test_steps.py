@@ -264,23 +264,6 @@ def test_the_second_of_two_manifests_is_refused(place, tmp_path):
     assert (one.partial / "file.txt").read_text() == "mine"
 
 
-def test_latest_stays_where_another_run_moves_it_at_the_same_time(faulty, place, tmp_path, capsys):
-    first = publish(remote_step(place, tmp_path))
-    second, folder = remote_step(place, tmp_path, seed=7), Folder.open(place, "x")
-
-    def move(request):
-        if request.method == "PUT" and request.path.endswith(f"{second.identity}/manifest.json"):
-            folder.write("latest", "third\n")
-        return FORWARD
-
-    faulty.decide = move
-    publish(second)
-    assert folder.read("latest") == "third\n"
-    assert "latest stays at the output that another run has published" in capsys.readouterr().out
-    remote_step(place, tmp_path).finished()
-    assert folder.read("latest") == f"{first.path.name}\n"
-
-
 def test_an_output_is_published_once_though_every_first_reply_is_lost(faulty, place, tmp_path):
     faulty.decide = first_replies_lost()
     one = remote_step(place, tmp_path)

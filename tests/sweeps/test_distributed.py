@@ -1,7 +1,8 @@
-"""A sweep on a Ray cluster: killed, run again, extended, with a failing trial, and in an object store."""
+"""A sweep on a Ray cluster: killed, run again, extended, with a failing trial, and in an object store; its table."""
 
 import os
 import signal
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from infembed_ray.evaluation import results
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from infembed_ray.storage.places import read_binary
 from infembed_ray.storage.steps import find_input
-from infembed_ray.sweeps.distributed import run
+from infembed_ray.sweeps.distributed import TrialFigures, as_markdown, measures_of, run
 from infembed_ray.sweeps.trials import trials
 from infembed_ray.training.launch import run as train
 from tests.modeling import backbones
@@ -26,7 +27,6 @@ from tests.support.object_store import upload
 from tests.support.waiting import wait_until
 from tests.training.test_collate import record
 
-pytestmark = pytest.mark.ray
 MEMORY = 80 * 2**20
 
 
@@ -153,6 +153,7 @@ def stored(scratch: Path, pattern: str) -> list[str]:
     return [file.name for file in scratch.rglob(pattern)]
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_a_sweep_on_nodes_without_a_common_directory_gives_the_same_table(bucket, tmp_path, monkeypatch):
     local, folder = tmp_path / "local", Folder.open(f"{bucket}/{tmp_path.name}", "output")
@@ -182,3 +183,47 @@ def test_a_sweep_on_nodes_without_a_common_directory_gives_the_same_table(bucket
     for node in nodes:
         assert stored(node / "inputs", "model.safetensors")  # the backbone, by the worker of this node
         assert not stored(node / "training", "*")
+
+
+MEASURES = ("p-MRR x100", "nDCG@10 (I+,Q+)", "nDCG@10 (I-,Q+)", "nDCG@10 (I+,Q-)", "MAP@1000")
+
+
+def outcome(row, model, seed, value, failure=None):
+    return TrialFigures(row, model, seed, {} if failure else dict.fromkeys(MEASURES, value), failure)
+
+
+OUTCOMES = [
+    outcome("base", "A", None, 0.5),
+    outcome("base", "B", None, 0.25),
+    *(outcome("uni{P}", "A", seed, 0.1 * seed) for seed in (1, 2, 3)),
+    outcome("uni{P}", "B", 1, 0.7),
+    outcome("uni{P}", "B", 2, 0.0, "OSError: disk full"),
+    outcome("multi{P,I}", "A", 1, 0.0, "OSError: disk full"),
+]
+
+
+def test_cells_show_mean_deviation_and_failures():
+    text = as_markdown(OUTCOMES)
+    spread = statistics.stdev([0.1, 0.2, 0.3])
+    assert f"0.200 ± {spread:.3f}" in text
+    assert "0.700 (1 of 2 failed)" in text
+    assert "| multi{P,I} | failed |" in text
+    assert "- uni{P}, B, seed 2: OSError: disk full" in text
+    overview = text.split("\n\n")[0].splitlines()
+    assert overview[2] == "| base | 0.500 | 0.5 | 0.250 | 0.2 |"
+    assert "over seeds 1, 2, 3" in text
+
+
+def test_measures_come_from_evaluation_figures():
+    figures = dict(zip(["p-MRR", *MEASURES[1:]], [0.25, 0.1, 0.2, 0.3, 0.4], strict=True))
+    assert measures_of({"records": figures}) == dict(zip(MEASURES, [25.0, 0.1, 0.2, 0.3, 0.4], strict=True))
+    assert MEASURES[0] not in measures_of({"records": figures | {"p-MRR": None}})
+
+
+def test_measures_of_several_tasks_have_task_names():
+    figures = {"followir/core17": {"MAP@1000": 0.2, "p-MRR": 0.05}, "followir/news21": {"nDCG@5": 0.3, "p-MRR": None}}
+    assert measures_of(figures) == {
+        "followir/core17 MAP@1000": 0.2,
+        "followir/core17 p-MRR x100": 5.0,
+        "followir/news21 nDCG@5": 0.3,
+    }

@@ -197,26 +197,3 @@ def test_gradients_match_finite_differences(encoder, objective):
     weight = model()
     pair = [records()[:1] + records()[4:]]
     assert torch.autograd.gradcheck(lambda w: loss_of(encoder, w, pair, 0, Objective.parse(objective))[0], [weight])
-
-
-def test_false_negatives_are_masked_and_hard_negatives_are_not(encoder):
-    objective = Objective.parse("multi{P,I,IQ}")
-    rows = [t for r in records() for t in flatten(r)]
-    batch = collate(encoder, [records()], 0, objective)
-    weight = model().detach()
-    scores = score_batch(objective, batch, embed(weight, batch.queries), embed(weight, batch.passages))
-    p, iq = scores.negatives["P"].mask, scores.negatives["IQ"].mask
-    assert not p.diagonal().any()
-    assert not iq.diagonal().any()
-    assert p[0, 1]
-    assert iq[0, 1]
-    assert p[0, 2]
-    assert iq[0, 2]
-    assert not p[3, 9]
-    assert not iq[3, 9]
-    assert not p[1, 13]
-    assert not p[13, 1]
-    texts = [encoder.tokenizer.decode(q.ids, skip_special_tokens=True) for q in batch.queries]
-    offered = [texts[n] for n in batch.instruction_candidates[0]]
-    kept = [text for text, keep in zip(offered, scores.negatives["I"].mask[0], strict=False) if keep]
-    assert set(offered) - set(kept) == {f"{rows[12].instruction} {rows[0].query}"}  # it is record 4's own positive

@@ -95,10 +95,6 @@ def test_a_source_of_weight_0_may_lack_what_the_objective_needs(files):
             {"sources": {"org/a": {"path": "infir"}}},
             "sources.org/a: the name of a source is a part of its records' ids",
         ),
-        (
-            {"mixture": {"infir": 0, "plain": 1, "scored": 0}},
-            "objective=multi{P,I}: contrasts instructions, and no record has one",
-        ),
         ({"keep": ["infir"], "distillation": {}}, "distillation: no record has positive_scores and negative_scores"),
         (
             {"sources": {"a": {"path": "infir", "columns": {"document_positive": ["a", "b"]}}}},

@@ -11,7 +11,8 @@ from typing import Any
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.scoring import Obedience, Scores
-from infembed_ray.evaluation.tables import Cell, Column, cells
+from infembed_ray.evaluation.significance import Compared
+from infembed_ray.evaluation.tables import Column, cells
 
 BASE = "base"
 """Row of a sweep's untrained backbones."""
@@ -59,19 +60,19 @@ class CombinedResults:
     results: Results
     """By key; a query's value is the mean over seeds."""
 
-    def cells(self, column: Column) -> dict[str, Cell]:
+    def cells(self, column: Column) -> dict[str, Compared]:
         """Return the cell of every model that has the column; differences are to the model's own baseline."""
         if column.parts not in self._cells:  # a page shows the same figures in several tables
             self._cells[column.parts] = self._compare(column)
         return self._cells[column.parts]
 
     @cached_property
-    def _cells(self) -> dict[tuple[tuple[str, str], ...], dict[str, Cell]]:
+    def _cells(self) -> dict[tuple[tuple[str, str], ...], dict[str, Compared]]:
         return {}
 
-    def _compare(self, column: Column) -> dict[str, Cell]:
+    def _compare(self, column: Column) -> dict[str, Compared]:
         present = [key for key in self.models if all(task in self.results.scores[key] for task, _ in column.parts)]
-        cell_of: dict[str, Cell] = {}
+        cell_of: dict[str, Compared] = {}
         for baseline in dict.fromkeys(self.models[key].baseline for key in present):
             others = [key for key in present if self.models[key].baseline == baseline != key]
             compared = [[baseline, *others]] if baseline in present else [[key] for key in others]

@@ -1,4 +1,4 @@
-"""Figure 5 of the paper, with ours: bars of p-MRR and a score, x100."""
+"""Figures 5 and 6 of the paper, with ours: bars of p-MRR and a score, x100."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from infembed_ray.evaluation import tables
 from infembed_ray.evaluation.paper.collection import CombinedResults, ReportedModel
 from infembed_ray.evaluation.paper.published import TABLES
 from infembed_ray.evaluation.paper.sheets import MODELS, plain, stands_for
-from infembed_ray.evaluation.significance import IntervalEstimate
-from infembed_ray.evaluation.tables import Cell, Column
+from infembed_ray.evaluation.significance import Compared, IntervalEstimate
+from infembed_ray.evaluation.tables import Column
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.reporting.charts import Scale
 
@@ -20,7 +20,7 @@ PAPER = [catalogue.BENCHMARKS[name].title for name in ("followir", f"followir{ca
 
 @dataclass(frozen=True)
 class Bars:
-    """A model of a chart: a bar of p-MRR and one of the score."""
+    """A model of a chart: a bar of p-MRR, and in Figure 5 one of the score."""
 
     label: str
     ours: bool
@@ -29,11 +29,11 @@ class Bars:
 
 @dataclass(frozen=True)
 class Chart:
-    """Bars by group, best p-MRR first, for one benchmark."""
+    """Bars by group."""
 
-    benchmark: str
-    score: str
-    """Name of the score next to p-MRR."""
+    title: str
+    columns: tuple[str, ...]
+    """Name of each bar of a model."""
     paper: bool
     """Whether models of the paper are among them."""
     groups: Mapping[str, Sequence[Bars]]
@@ -61,7 +61,36 @@ def figure_5(collection: CombinedResults, rows: Mapping[str, str]) -> list[Chart
             groups: dict[str, list[Bars]] = {group: [] for group, _ in charted}
             for group, bars in sorted(charted, key=lambda pair: -pair[1].estimates[0].value):
                 groups[group].append(bars)
-            charts.append(Chart(benchmark, score.title.removeprefix("average "), paper, groups))
+            columns = ("p-MRR", score.title.removeprefix("average "))
+            charts.append(Chart(f"{'Figure 5: ' * paper}{benchmark}, {' and '.join(columns)}", columns, paper, groups))
+    return charts
+
+
+def figure_6(collection: CombinedResults, unfiltered: Sequence[str]) -> list[Chart]:
+    """Return a chart by backbone for each training of a sweep, on filtered and on unfiltered records, equal otherwise.
+
+    Args:
+        unfiltered: labels of the outputs whose models were trained on records without the judge's filter.
+    """
+    charts = []
+    for benchmark, p_mrr, _ in _obedience(collection):
+        cells = collection.cells(p_mrr)
+        trainings: dict[tuple[str, str], dict[str, dict[bool, ReportedModel]]] = {}
+        for key, model in collection.models.items():
+            if key in cells and (train := model.about.get("train")) is not None:
+                backbones = trainings.setdefault((model.label, str(train)), {})
+                backbones.setdefault(model.backbone or "", {})[model.output in unfiltered] = model
+        for (label, _), backbones in trainings.items():
+            groups = {
+                backbone: [
+                    Bars(f"with{'out' * raw} filter", True, (_x100(cells[both[raw].key]),)) for raw in (False, True)
+                ]
+                for backbone, both in backbones.items()
+                if len(both) == 2
+            }
+            if groups:
+                title = f"Figure 6: {label} with and without the quality filter, {benchmark}"
+                charts.append(Chart(title, ("p-MRR",), False, groups))
     return charts
 
 
@@ -91,6 +120,6 @@ def _size(model: ReportedModel, rows: Mapping[str, str]) -> str | None:
     return None
 
 
-def _x100(cell: Cell) -> IntervalEstimate:
-    mean = cell.compared.mean
+def _x100(cell: Compared) -> IntervalEstimate:
+    mean = cell.mean
     return IntervalEstimate(100 * mean.value, 100 * mean.low, 100 * mean.high)

@@ -6,13 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from infembed_ray.config.base import nearest
 from infembed_ray.config.evaluation import ReportSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import obedience, results, tables
+from infembed_ray.evaluation.differences import Difference
 from infembed_ray.evaluation.paper import figures, published, sheets
 from infembed_ray.evaluation.paper.collection import CombinedResults, collect
 from infembed_ray.evaluation.paper.sheets import Sheet
 from infembed_ray.evaluation.results import Results, conventions_of
+from infembed_ray.evaluation.significance import LEVEL
 from infembed_ray.evaluation.tasks import infir
 from infembed_ray.progress import say
 from infembed_ray.reporting import page
@@ -20,7 +23,7 @@ from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import Published, Step, find_input
 
-PAGE, MARKDOWN, CSV = tables.REPORT_FILE, "report.md", "tables.csv"
+PAGE, MARKDOWN = tables.REPORT_FILE, "report.md"
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class Report:
     papers: Sequence[Sheet]
     """The paper's tables, with our rows."""
     bar_charts: Sequence[figures.Chart]
-    """Figure 5."""
+    """Figures 5 and 6."""
+    differences: Sequence[Difference] = ()
 
     @classmethod
     def from_collection(
@@ -42,11 +46,13 @@ class Report:
         outputs: Mapping[str, str],
         collection: CombinedResults,
         rows: Mapping[str, str] | None = None,
+        unfiltered: Sequence[str] = (),
+        differences: Sequence[Difference] = (),
     ) -> Report:
-        """Make the tables and figures; see `sheets.papers` for `rows`."""
+        """Make the tables and figures; see `sheets.papers` for `rows`, `figures.figure_6` for `unfiltered`."""
         own = [*sheets.ours(collection), *sheets.obedience(collection)]
         papers, charts = sheets.papers(collection, rows or {}), figures.figure_5(collection, rows or {})
-        return cls(outputs, collection, own, papers, charts)
+        return cls(outputs, collection, own, papers, [*charts, *figures.figure_6(collection, unfiltered)], differences)
 
     @property
     def baselines(self) -> str | None:
@@ -92,7 +98,7 @@ class Report:
 
     def as_text(self) -> str:
         """Format our means and differences for a terminal or a log, without the tables of controls."""
-        about = f"Differences are to {self.baselines}; {tables.MARK}: significant at {tables.LEVEL:.0%}. "
+        about = f"Differences are to {self.baselines}; {tables.MARK}: significant at {LEVEL:.0%}. "
         files = f"{PAGE} and {tables.TABLE_FILE} have the 95% intervals."
         shown = [sheet for sheet in self.ours if sheet.of != sheets.CONTROLLED]
         return "\n\n".join([*map(sheets.as_text, shown), (about if self.baselines else "") + files])
@@ -112,7 +118,7 @@ class Report:
 
 
 def run(settings: ReportSettings) -> Published:
-    """Publish `report.html`, `report.md` and `tables.csv`.
+    """Publish `report.html` and `report.md`.
 
     Raises:
         InputError: an output cannot be read, or not be combined with another, or a name in the settings is unknown.
@@ -124,7 +130,6 @@ def run(settings: ReportSettings) -> Published:
     with step.publish() as staging:
         (staging.path / PAGE).write_text(report.as_html(), encoding="utf-8")
         (staging.path / MARKDOWN).write_text(report.as_markdown(), encoding="utf-8")
-        (staging.path / CSV).write_text(sheets.as_csv([*report.ours, *report.papers]), encoding="utf-8")
         staging.counts = {"models": len(report.collection.models), "tasks": len(report.collection.results.tasks)}
         staging.facts = {"tables_with_ours": [sheet.name for sheet in report.papers if sheet.ours]}
     say(f"report: {report.summary}")
@@ -135,6 +140,9 @@ def prepare(settings: ReportSettings) -> tuple[dict[str, Place], Step]:
     """Locate the results by their labels, and identify the report; InputError if one does not exist."""
     if not settings.results:
         raise InputError("results is empty: set results.LABEL=<output of infembed evaluate or infembed sweep>")
+    for label in settings.unfiltered:
+        if label not in settings.results:
+            raise InputError.of("unfiltered", label, "no results have this label", nearest(label, settings.results))
     paths = {label: find_input(value, f"results.{label}") for label, value in settings.results.items()}
     # The position is part of the identity, because it decides the order of the models.
     inputs = {f"results.{label} ({position})": path for position, (label, path) in enumerate(paths.items())}
@@ -143,12 +151,12 @@ def prepare(settings: ReportSettings) -> tuple[dict[str, Place], Step]:
 
 def _compose(settings: ReportSettings, paths: Mapping[str, Place]) -> Report:
     collection = collect({label: results.read(path, f"results.{label}") for label, path in paths.items()})
-    return Report.from_collection(settings.results, collection, settings.rows)
+    return Report.from_collection(settings.results, collection, settings.rows, settings.unfiltered)
 
 
-def of_evaluation(output: str, evaluated: Results) -> Report:
+def of_evaluation(output: str, evaluated: Results, differences: Sequence[Difference] = ()) -> Report:
     """Make the report of a single evaluation, whose output is at this path."""
-    return Report.from_collection({"results": output}, collect({"results": evaluated}))
+    return Report.from_collection({"results": output}, collect({"results": evaluated}), differences=differences)
 
 
 def describe(settings: ReportSettings) -> Iterator[str]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby, zip_longest
 
 import numpy as np
@@ -14,12 +12,11 @@ import numpy as np
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import tables
-from infembed_ray.evaluation.paper.collection import BASE, PER_SEED, CombinedResults, ReportedModel
+from infembed_ray.evaluation.paper.collection import BASE, CombinedResults, ReportedModel
 from infembed_ray.evaluation.paper.published import COLUMNS, TABLES, Row
-from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.scoring import Scores
 from infembed_ray.evaluation.significance import Compared, Stratum, compare
-from infembed_ray.evaluation.tables import MARK, WIDTH, Cell, Column
+from infembed_ray.evaluation.tables import MARK, WIDTH, Column
 from infembed_ray.evaluation.tasks.catalogue import AS_PAPER
 
 CONTROLLED = "condition"
@@ -45,16 +42,16 @@ class Number:
     """What is wrong or doubtful in the paper's print."""
 
     @classmethod
-    def from_cell(cls, column: Column, cell: Cell, spread: float | None = None) -> Number:
+    def from_cell(cls, column: Column, cell: Compared, spread: float | None = None) -> Number:
         """Format one of our cells."""
-        mean, delta = cell.compared.mean, cell.compared.difference
+        mean, delta = cell.mean, cell.difference
         return cls(
             value=column.number(mean.value),
             low=column.number(mean.low),
             high=column.number(mean.high),
             stdev_over_seeds=None if spread is None else column.number(spread),
             difference=None if delta is None else column.number(delta.value, sign=True),
-            p_holm=cell.adjusted,
+            p_holm=cell.p,
             significant=cell.significant,
         )
 
@@ -177,7 +174,7 @@ def _controls(
         values = np.array([[asked[label][figure][query] for label in labels] for query in queries])
         cells = compare([Stratum.from_values(values, [groups.get(query, query) for query in queries])])
         for label, cell in zip(labels, cells, strict=True):
-            number_of[label] = Number.from_cell(column, Cell(Compared(cell.mean)))
+            number_of[label] = Number.from_cell(column, Compared(cell.mean))
     return number_of
 
 
@@ -198,21 +195,13 @@ def papers(collection: CombinedResults, rows: Mapping[str, str]) -> list[Sheet]:
 
 
 def stands_for(model: ReportedModel, row: str, rows: Mapping[str, str]) -> bool:
-    """Whether a row of Tables 2 and 5 is about the model: by `rows`, by its label, or by the baseline that it is."""
+    """Whether a row of Tables 2 and 5 is about the model: by `rows`, or by its label."""
     given = rows.get(model.key, rows.get(model.label))
     if given is not None:
         return given == row
     if model.backbone is not None:
         return model.label == BASE and plain(model.backbone) == plain(row)
-    names = [model.label, *(name for name, entry in baselines.entries().items() if _is(model, entry))]
-    return plain(row) in map(plain, names)
-
-
-def _is(model: ReportedModel, entry: baselines.Baseline) -> bool:
-    """Whether the model is this baseline, with the same weights, prompts, pooling and lengths."""
-    about, settings = model.about, entry.settings.model_dump(mode="json", exclude_defaults=True)
-    compared = type(entry.settings).model_fields.keys() - {"dtype", "endpoint", *PER_SEED}
-    return about["model"][0] == settings.get("model") and all(about.get(n) == settings.get(n) for n in compared)
+    return plain(row) == plain(model.label)
 
 
 def _paper_sheets(number: str, collection: CombinedResults, rows: Mapping[str, str]) -> Iterator[Sheet]:
@@ -284,7 +273,7 @@ def plain(name: str) -> str:
     return re.sub(r"[^a-z0-9+]", "", name.lower())
 
 
-# ------------------------------------------------------------------------------------------------ Markdown, text, CSV
+# ------------------------------------------------------------------------------------------------ Markdown, text
 
 
 def as_markdown(sheet: Sheet) -> str:
@@ -336,17 +325,3 @@ def _text(number: Number | None) -> str:
     if number is None:
         return "n/a"
     return " ".join(filter(None, (number.value, number.difference))) + (MARK if number.significant else "")
-
-
-def as_csv(sheets: Iterable[Sheet]) -> str:
-    """Format all tables as one, with one line per number."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["table", "section", "row", "source", "seeds", "column", *(field.name for field in fields(Number))])
-    for sheet in sheets:
-        for line in sheet.lines:
-            place = [sheet.name, line.section, line.label, *(("ours", line.seeds) if line.ours else ("paper", ""))]
-            for number, title in zip(line.numbers, sheet.titles, strict=True):
-                if number is not None:
-                    writer.writerow([*place, title, *asdict(number).values()])
-    return text.getvalue()

@@ -21,7 +21,7 @@ from infembed_ray.evaluation.retrievers.retriever import Retriever
 from infembed_ray.modeling import checkpoint
 from infembed_ray.storage import steps
 from infembed_ray.storage.object_store import Folder, is_uri
-from infembed_ray.storage.places import Place, place_of
+from infembed_ray.storage.places import Place, address, place_of
 
 FILE = Path(__file__).with_name("baselines.yaml")
 _CLASSES = {
@@ -124,7 +124,7 @@ def _merged(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 def _absolute(model: str, setting: str) -> str:
     """Return a model directory as an absolute path, with `latest` followed; a hub name stays as it is."""
     if is_uri(model):
-        return steps.open_input(model, setting).uri
+        return address(steps.find_input(model, setting))
     path = Path(model).expanduser().absolute()
     if path.is_dir():
         return str(steps.resolve(path).resolve())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks import layouts
 from infembed_ray.evaluation.tasks.checks import checked
-from infembed_ray.evaluation.tasks.layouts import CHANGED, IR_DATASETS, MEASURES, ORIGINAL
+from infembed_ray.evaluation.tasks.layouts import CHANGED, MEASURES, ORIGINAL
 from infembed_ray.evaluation.tasks.repository import Part, Repository, downloaded
 from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Task
 from infembed_ray.storage.object_store import is_uri
@@ -100,26 +99,16 @@ class Benchmark:
     """Publication."""
     tasks: tuple[TaskEntry, ...]
     """Tasks that `tasks=[<name>]` evaluates."""
-    others: tuple[TaskEntry, ...]
     averages: Mapping[str, Mapping[str, str]]
     """Column -> task -> figure; the column is the unweighted mean of the figures."""
 
 
 def expand(names: Iterable[str]) -> list[str]:
-    """Replace benchmarks and patterns like `mair/CAsT_*` or `mair/*@paper` by their tasks, without duplicates.
-
-    Raises:
-        InputError: a name is neither a task nor a path.
-    """
+    """Replace benchmarks by their tasks, without duplicates; InputError if a name is neither a task nor a path."""
     expanded: list[str] = []
     for name in names:
-        matching = [
-            task for task in TASKS if fnmatchcase(task, name) and task.endswith(AS_PAPER) == name.endswith(AS_PAPER)
-        ]
         if name in BENCHMARKS:
             expanded += [entry.name for entry in BENCHMARKS[name].tasks]
-        elif matching:
-            expanded += matching
         else:
             find(name)
             expanded.append(name)
@@ -129,25 +118,24 @@ def expand(names: Iterable[str]) -> list[str]:
 def find(name: str) -> TaskEntry | None:
     """Return the published task or the data set of the hub (`OWNER/NAME`, `OWNER/NAME/SPLIT`) of a name.
 
-    None: it is a path, a URI or a name of ir_datasets; InputError if it is none of these.
+    None: it is a path or a URI; InputError if it is none of these.
     """
     if name in TASKS:
         return TASKS[name]
-    if is_uri(name) or name.startswith(IR_DATASETS):
+    if is_uri(name):
         return None
     benchmark = name.split("/")[0]
     if benchmark in BENCHMARKS:
         valid = nearest(name, [task for task in TASKS if task.startswith(f"{benchmark}/")])
-        raise InputError(f"tasks={name}: no such task ({valid}); for a directory of that name write ./{name}")
+        raise InputError.of("tasks", name, f"no such task ({valid})", f"for a directory of that name write ./{name}")
     if Path(name).expanduser().exists():
         return None
     if parts := _HUB_NAME.fullmatch(name):
         options = {"split": parts["split"]} if parts["split"] else {}
         return TaskEntry(name, name, (parts["repository"],), None, "own", options=options)
     alike = [benchmark for benchmark in BENCHMARKS if ("@" in benchmark) == ("@" in name)]
-    raise InputError(
-        f"tasks={name}: no such task, and no such directory; {nearest(name, alike)}, OWNER/NAME of the hub, {IR_DATASETS}ID"
-    )
+    fault = "no such task, and no such directory"
+    raise InputError.of("tasks", name, fault, f"{nearest(name, alike)}, or OWNER/NAME of the hub")
 
 
 def _benchmark(name: str, values: Mapping[str, Any], suffix: str) -> Benchmark:
@@ -177,19 +165,11 @@ def _benchmark(name: str, values: Mapping[str, Any], suffix: str) -> Benchmark:
         )
 
     tasks = {key: entry(key, own) for key, own in values["tasks"].items()}
-    own_configs = {own.get("config"): key for key, own in values["tasks"].items()}
-    domains = values.get("domains", {})
-    every = {config: own_configs.get(config, config) for configs in domains.values() for config in configs}
-    others = {c: entry(c, {"title": c, "config": c}) for c, key in every.items() if key == c}
     averages = {
         column: {tasks[key].name: figures if isinstance(figures, str) else figures[key] for key in tasks}
         for column, figures in values.get("averages", {}).items()
     }
-    for domain, configs in {**domains, f"all {len(every)}": every}.items() if domains else ():
-        averages[f"{domain} nDCG@10"] = {(tasks | others)[every[config]].name: "nDCG@10" for config in configs}
-    return Benchmark(
-        f"{name}{suffix}", title, values["source"], tuple(tasks.values()), tuple(others.values()), averages
-    )
+    return Benchmark(f"{name}{suffix}", title, values["source"], tuple(tasks.values()), averages)
 
 
 _LISTED = yaml.safe_load(Path(__file__).with_name("catalogue.yaml").read_text(encoding="utf-8"))
@@ -197,9 +177,7 @@ _LISTED = yaml.safe_load(Path(__file__).with_name("catalogue.yaml").read_text(en
 BENCHMARKS: Mapping[str, Benchmark] = {
     f"{name}{suffix}": _benchmark(name, values, suffix) for name, values in _LISTED.items() for suffix in ("", AS_PAPER)
 }
-TASKS: Mapping[str, TaskEntry] = {
-    entry.name: entry for benchmark in BENCHMARKS.values() for entry in (*benchmark.tasks, *benchmark.others)
-}
+TASKS: Mapping[str, TaskEntry] = {entry.name: entry for benchmark in BENCHMARKS.values() for entry in benchmark.tasks}
 
 
 # ------------------------------------------------------------------------------------------------------- loading

@@ -1,4 +1,4 @@
-"""Readers of the layouts that collections are published in: mteb, BEIR, MAIR, BRIGHT, ir_datasets, bare judgements.
+"""Readers of the layouts that collections are published in: mteb, BEIR, MAIR, BRIGHT, bare judgements.
 
 What a collection has decides what it measures: `qrel_diff` gives p-MRR, as in FollowIR; one query under several instructions
 gives Robustness@10, as in InstructIR.
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import gzip
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from infembed_ray.errors import InputError, in_one_line
+from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Change
 from infembed_ray.evaluation.tasks.checks import judgements
 from infembed_ray.evaluation.tasks.corpus import mapped
@@ -26,12 +25,10 @@ from infembed_ray.evaluation.tasks.task import CORPUS, ROBUSTNESS, Figure, Query
 from infembed_ray.records.tables import FORMATS
 from infembed_ray.storage.object_store import is_uri
 from infembed_ray.storage.places import Place, errors_at, read_binary
-from infembed_ray.storage.steps import open_input
+from infembed_ray.storage.steps import find_input
 
 MEASURES = ("nDCG@10", "recall@100", "MAP@1000", "MRR@10")
 """Figures of your own collection, beside p-MRR and Robustness@10, if the settings give no measures."""
-IR_DATASETS = "ir_datasets:"
-"""Begins the names of tasks that the library ir_datasets provides."""
 ORIGINAL, CHANGED = "og", "changed"
 """Suffixes of the ids of FollowIR's two versions of a query, and their kinds."""
 _ID = "_id|id"
@@ -147,53 +144,26 @@ def read_bright(repository: Repository, subset: str) -> Task:
 def read_mair(queries: Repository, docs: Repository, config: str) -> Task:
     """Read a task of MAIR (Sun et al., 2024): `queries` (`qid`, `instruction`, `query`, `labels` with `id` and `score`) and
     `docs` (`id`, `doc`).
-
-    A configuration may have several parts with separate corpora: `x_queries` search `x_docs`. Their ids get the prefix `x/`,
-    and a query's candidates are the documents of its part.
     """
-    task = queries.task
-    query_parts, doc_parts = _mair_parts(queries, config, "queries"), _mair_parts(docs, config, "docs")
-    if set(query_parts) != set(doc_parts):
-        listed = f"the queries of {', '.join(query_parts)} and the documents of {', '.join(doc_parts)}"
-        raise queries.fault(f"{config} has {listed}", "download both repositories again")
-
-    def documents() -> Iterator[tuple[str, str]]:
-        for part, split in doc_parts.items():
-            for row in docs.rows(config, split, ("id", "doc")):
-                yield f"{part}{row['id']}", str(row["doc"])
-
-    corpus = mapped(task, [file for split in doc_parts.values() for file in docs.files(config, split)], documents)
-    rows = [
-        (part, row)
-        for part, split in query_parts.items()
-        for row in queries.rows(config, split, ("qid", "instruction", "query"), ("labels",))
-    ]
+    rows = list(queries.rows(config, None, ("qid", "instruction", "query"), ("labels",)))
     labels = []
-    for part, row in rows:
+    for row in rows:
         for label in row["labels"]:
             if not isinstance(label, Mapping) or not {"id", "score"} <= label.keys():
                 fault = f"query {row['qid']} has the label {label!r:.60}"
                 raise queries.fault(fault, "a label has an id and a score")
-            labels.append((f"{part}{row['qid']}", f"{part}{label['id']}", label["score"]))
-    candidates: dict[str, Sequence[str]] | None = None
-    if len(doc_parts) > 1:
-        ids = corpus["id"].to_pylist()
-        of_part = {part: [document for document in ids if document.startswith(part)] for part in doc_parts}
-        candidates = {f"{part}{row['qid']}": of_part[part] for part, row in rows}
+            labels.append((row["qid"], label["id"], label["score"]))
     return Task(
-        name=task,
-        corpus=corpus,
-        queries=tuple(Query(f"{p}{row['qid']}", str(row["query"]), row["instruction"] or None) for p, row in rows),
-        qrels=judgements(task, labels),
+        name=queries.task,
+        corpus=mapped(
+            queries.task,
+            docs.files(config),
+            lambda: ((str(row["id"]), str(row["doc"])) for row in docs.rows(config, None, ("id", "doc"))),
+        ),
+        queries=tuple(Query(str(row["qid"]), str(row["query"]), row["instruction"] or None) for row in rows),
+        qrels=judgements(queries.task, labels),
         figures=(_NDCG,),
-        candidates=candidates,
     )
-
-
-def _mair_parts(repository: Repository, config: str, what: str) -> dict[str, str]:
-    """Map each part's id prefix to its split: `x/` -> `x_queries`; a single part has no prefix."""
-    splits = repository.splits(config)
-    return {"" if len(splits) == 1 else split.removesuffix(f"_{what}") + "/": split for split in splits}
 
 
 # ------------------------------------------------------------------------------------------ your own collections
@@ -201,10 +171,8 @@ def _mair_parts(repository: Repository, config: str, what: str) -> dict[str, str
 
 def read_own(name: str) -> Task:
     """Read a collection that is no published task: a directory in mteb's or BEIR's layout, or its URI in an object store; the
-    file of the judgements of another split than `test`; judgements without a corpus, for runs alone; or `ir_datasets:ID`.
+    file of the judgements of another split than `test`; or judgements without a corpus, for runs alone.
     """
-    if name.startswith(IR_DATASETS):
-        return _grouped(_of_ir_datasets(name))
     root, split = _located(name)
     return _of_judgements(name, root) if split is None else read_repository(Directory(root, name), split)
 
@@ -222,7 +190,7 @@ def read_repository(repository: Repository, split: str = "test") -> Task:
 
 def _located(name: str) -> tuple[Place, str | None]:
     """Return the directory and the split of a path or a URI; the file and None for judgements without a corpus."""
-    given = open_input(name, "tasks") if is_uri(name) else Path(name).expanduser().absolute()
+    given = find_input(name, "tasks") if is_uri(name) else Path(name).expanduser().absolute()
     directory = given.parent.parent
     if given.suffix in FORMATS and has_corpus(directory):
         return directory, given.stem
@@ -277,28 +245,3 @@ def _grouped(task: Task) -> Task:
         queries = tuple(replace(query, group=groups.get(query.query)) for query in queries)
     grouped = any(query.group for query in queries)
     return replace(task, queries=queries, figures=(Figure(ROBUSTNESS, ROBUSTNESS),) if grouped else ())
-
-
-def _of_ir_datasets(name: str) -> Task:
-    """Read a data set of ir_datasets; the narratives of TREC's topics are their instructions."""
-    if find_spec("ir_datasets") is None:
-        raise InputError.of("tasks", name, "ir_datasets is not installed", "pip install 'infembed-ray[ir-datasets]'")
-    import ir_datasets
-
-    try:
-        dataset = ir_datasets.load(name.removeprefix(IR_DATASETS))
-        if missing := [what for what in ("docs", "queries", "qrels") if not getattr(dataset, f"has_{what}")()]:
-            raise InputError.of("tasks", name, f"this data set has no {missing[0]}", "name one of its parts that has")
-        qrels = judgements(name, ((row.query_id, row.doc_id, row.relevance) for row in dataset.qrels_iter()))
-        queries = [
-            Query(query.query_id, query.default_text(), getattr(query, "narrative", None) or None)
-            for query in dataset.queries_iter()
-            if query.query_id in qrels
-        ]
-        version = f"{name} {dataset.docs_count()}"
-        corpus = mapped(name, [version], lambda: ((doc.doc_id, doc.default_text()) for doc in dataset.docs_iter()))
-    except (KeyError, OSError, RuntimeError) as error:
-        fault = "ir_datasets has no such data set" if isinstance(error, KeyError) else "ir_datasets cannot provide it"
-        said = f"{fault} ({in_one_line(error)[:300]})"
-        raise InputError.of("tasks", name, said, "https://ir-datasets.com lists them") from error
-    return Task(name=name, corpus=corpus, queries=tuple(queries), qrels=qrels, figures=())

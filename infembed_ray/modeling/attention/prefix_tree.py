@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from infembed_ray.modeling.attention.flex import FlexTreeAttention
 from infembed_ray.modeling.attention.packing import ATTENTION as PACKED
+from infembed_ray.modeling.attention.packing import Attend
 from infembed_ray.modeling.layout import Layout, on_device
 from infembed_ray.modeling.tokenizer import Side, Tokens
 
@@ -36,12 +38,18 @@ class TreeLayout(Layout):
 
     Attributes:
         ends: (width) end of each token's subtree: token q may attend to token k if k <= q < ends[k].
+        flex: whether FlexAttention attends, rather than SDPA with a dense mask of each tree.
     """
 
     ends: Tensor = field(kw_only=True)
+    flex: bool = False
 
     def backbone_inputs(self, backbone: Any) -> dict[str, Any]:
-        attend = TreeAttention.from_ends(self.ends, backbone.dtype, self.input_ids.device)
+        device = self.input_ids.device
+        if self.flex:
+            attend: Attend = FlexTreeAttention.from_ends(self.ends, device)
+        else:
+            attend = TreeAttention.from_ends(self.ends, backbone.dtype, device)
         return super().backbone_inputs(backbone) | {"attend": attend}
 
 
@@ -95,7 +103,9 @@ def saves(sequences: Sequence[Tokens]) -> bool:
     return shared >= WORTHWHILE * sum(map(len, ordered))
 
 
-def forests(sequences: Sequence[Tokens], batch_tokens: int) -> Iterator[tuple[list[int], TreeLayout]]:
+def forests(
+    sequences: Sequence[Tokens], batch_tokens: int, flex: bool = False
+) -> Iterator[tuple[list[int], TreeLayout]]:
     """Lay out texts of one side as trees, in passes of at most `batch_tokens` tokens.
 
     A tree that continues in the next pass repeats the shared tokens there. A longer text is a pass of its own.
@@ -103,17 +113,18 @@ def forests(sequences: Sequence[Tokens], batch_tokens: int) -> Iterator[tuple[li
     Args:
         sequences: texts of one side.
         batch_tokens: tokens per pass.
+        flex: attend by FlexAttention.
 
     Yields:
         rows of `sequences`, and the layout of those texts in that order. Every row once.
     """
     rows: list[int] = []
-    forest = _Forest()
+    forest = _Forest(flex)
     for row in sorted(range(len(sequences)), key=lambda row: sequences[row].ids):  # the order of a depth-first walk
         ids = sequences[row].ids
         if rows and len(forest.ids) + len(ids) - forest.shared(ids) > batch_tokens:
             yield rows, forest.layout(sequences[rows[0]].side)
-            rows, forest = [], _Forest()
+            rows, forest = [], _Forest(flex)
         forest.add(ids)
         rows.append(row)
     if rows:
@@ -123,7 +134,8 @@ def forests(sequences: Sequence[Tokens], batch_tokens: int) -> Iterator[tuple[li
 class _Forest:
     """Trees under construction. Texts must be added in the order of their ids."""
 
-    def __init__(self) -> None:
+    def __init__(self, flex: bool) -> None:
+        self.flex = flex
         self.ids: list[int] = []
         self.positions: list[int] = []
         self.ends: list[int] = []
@@ -174,6 +186,7 @@ class _Forest:
             side=side,
             position_ids=torch.tensor([self.positions]),
             ends=torch.tensor(self.ends),
+            flex=self.flex,
         )
 
 

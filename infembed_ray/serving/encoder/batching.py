@@ -146,11 +146,9 @@ class BatchingEngine:
             raise QueueFull(wait)
 
     async def embed(self, sequences: Sequence[Sized], timeout_s: float | None = None) -> np.ndarray:
-        """Embed sequences; returns (len(sequences), d) vectors in order. A cancelled or expired call leaves the queue.
+        """Embed sequences, at least one; returns (len(sequences), d) vectors in order.
 
-        Args:
-            sequences: at least one.
-            timeout_s: time-out of the request; None: no limit.
+        A cancelled call leaves the queue, and so does one after `timeout_s` (None: no limit).
 
         Raises:
             QueueFull: the request would wait too long.

@@ -14,11 +14,11 @@ import numpy as np
 
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.precision import cpu_has_bf16
+from infembed_ray.modeling.linear import cpu_has_bf16
 from infembed_ray.modeling.tokenizer import TextTokenizer, Tokens
 from infembed_ray.progress import say
 from infembed_ray.serving import startup
-from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, Embedded
+from infembed_ray.serving.encoder.batching import BatchingEngine, Embedded
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder
@@ -59,7 +59,6 @@ class EncodingEngine:
 
         Args:
             model: directory or hub name.
-            settings: `dtype`, and the resources of a replica.
             dimensions: as `InstructionEncoder.from_pretrained` takes it.
             fingerprint: that the model must have; None: any.
 
@@ -92,16 +91,14 @@ class EncodingEngine:
     async def embed(
         self, texts: Sequence[str], instructions: Sequence[str | None] | None, timeout_s: float | None = None
     ) -> Embedded:
-        """Embed texts.
+        """Embed texts, at least one.
 
         Args:
-            texts: at least one.
             instructions: one per query, None for a query without one; None: the texts are passages.
             timeout_s: time-out of the request; None: no limit.
 
         Raises:
-            QueueFull: try again later.
-            DeadlineExceeded: no answer within `timeout_s`.
+            QueueFull, DeadlineExceeded: as `BatchingEngine.embed`.
         """
         self.batching.require_capacity(len(texts), timeout_s)  # before any work is done
         loop = asyncio.get_running_loop()
@@ -112,11 +109,7 @@ class EncodingEngine:
             of_part = None if instructions is None else instructions[part]
             tokens += await loop.run_in_executor(self._thread, self._tokenize, texts[part], of_part)
         left = None if timeout_s is None else timeout_s - (loop.time() - began)
-        try:
-            vectors = await self.batching.embed(tokens, left)
-        except DeadlineExceeded:
-            raise DeadlineExceeded(timeout_s or 0.0) from None
-        return Embedded(vectors, sum(map(len, tokens)))
+        return Embedded(await self.batching.embed(tokens, left), sum(map(len, tokens)))
 
     def _tokenize(self, texts: Sequence[str], instructions: Sequence[str | None] | None) -> list[Tokens]:
         try:

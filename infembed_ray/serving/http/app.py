@@ -13,6 +13,7 @@ from typing import Any, cast
 import anyio
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ValidationError
@@ -21,14 +22,24 @@ from infembed_ray import __version__
 from infembed_ray.reporting.page import render
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import DeadlineExceeded
+from infembed_ray.serving.http.api_docs import api_docs_page
 from infembed_ray.serving.http.auth import ApiKeys
-from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, MAX_BODY_BYTES, STATUSES, HttpError, invalid, too_large
+from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, STATUSES, HttpError, invalid
 from infembed_ray.serving.http.middleware import OPEN_PATHS, ApiMiddleware
 from infembed_ray.serving.http.routes import Collections, add_collection_routes, add_model_routes, add_status_routes
 from infembed_ray.serving.routing.blue_green import Release
 
 FILES = resources.files("infembed_ray.serving.http") / "playground"
-ASSETS = ("playground.css", "mark.svg", "page.js", "explanation.js", "playground.js", "results.js", "snippets.js")
+ASSETS = (
+    "api_docs.css",
+    "playground.css",
+    "mark.svg",
+    "page.js",
+    "explanation.js",
+    "playground.js",
+    "results.js",
+    "snippets.js",
+)
 """Files below `/playground/`. They hold no data and need no API key; the page's requests to the API do."""
 MEDIA_TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
 
@@ -37,8 +48,6 @@ PLAYGROUND_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'",
-    "Referrer-Policy": "no-referrer",  # the URL contains the query
-    "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
 DESCRIPTION = f"""
@@ -67,9 +76,9 @@ def create_app(
 
     Args:
         collections: returns the services of all collections for a new request, the default one first.
-        deployment: fingerprint of what is served, for `GET /healthz`.
-        keys: the accepted API keys; without any, the API serves its own machine only.
-        request_timeout_s: longest time from the end of the headers to the answer.
+        deployment: returns the fingerprint of what is served, for `GET /healthz`.
+        keys: without any, the API serves its own machine only.
+        request_timeout_s: maximum time from the end of the headers to the answer.
         registry: where the application counts its requests. `GET /metrics` returns the service's metrics instead.
         request_ids: echo or create X-Request-Id; False behind a proxy that does, such as Ray Serve's.
     """
@@ -94,6 +103,8 @@ def create_app(
     add_status_routes(app.router, served, deployment)
     app.include_router(playground())
     app.openapi = functools.cache(functools.partial(openapi_document, app, bool(keys)))  # type: ignore[method-assign]
+    docs = functools.cache(lambda: api_docs_page(app.openapi()))
+    app.add_api_route("/docs", lambda: docs(), response_class=HTMLResponse, include_in_schema=False)
     return app
 
 
@@ -128,21 +139,13 @@ class ApiRoute(APIRoute):
 
 
 async def _read_body(request: Request) -> bytes:
-    """Return the body; HttpError if it is not JSON or larger than the limit."""
+    """Return the body, whose size the proxy has limited; HttpError if it is not JSON."""
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         # A web page may send a body of any other type to any server without asking it first (CORS).
         message = f"Content-Type {content_type!r}: send the body as application/json"
         raise HttpError("unsupported_media_type", message)
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
-        raise too_large()
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise too_large()
-    return bytes(body)
+    return await request.body()
 
 
 def _handler(as_api_error: Callable[[Request, Any], HttpError]) -> Callable[[Request, Exception], Awaitable[Response]]:

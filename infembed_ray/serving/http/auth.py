@@ -33,14 +33,9 @@ Scope = Literal["read", "write", "admin"]
 
 
 class ApiKey(BaseModel):
-    """An accepted key, and a line of a key file.
+    """An accepted key, and a line of a key file: the digest of the key in hex, and what it may do.
 
-    Attributes:
-        name: in the key file.
-        sha256: digest of the key in hex.
-        scopes: what it may do; all by default.
-        rate: most requests per second; None: no limit.
-        collections: that it may use, served or not; None: all, also those of later releases.
+    `rate` is the maximum of requests per second (None: no limit). `collections` need not be served yet (None: all).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -65,8 +60,8 @@ class ApiKeys:
 
     Args:
         keys: in clear text; they have all scopes and no rate limit.
-        file: key file with hashes, read again within `RECHECK_S` after it changes. If it becomes unreadable, the last
-            good keys stay valid and the error is logged. If its last key is removed, all requests are rejected.
+        file: key file with hashes, read again within `RECHECK_S` after it changes. While it is unreadable, the last
+            good keys stay valid. If its last key is removed, all requests are rejected.
         replicas: processes that share the rate limits; each grants its part of them.
 
     Raises:
@@ -216,15 +211,10 @@ def _fault(error: ValidationError) -> str:
 def new_key(
     name: str, file: str | Path, scopes: str = "read", rate: float | None = None, collections: str | None = None
 ) -> str:
-    """Create a key and append its hash to a file. A new file is readable by its owner only.
+    """Create a key, append its hash to a file and return the key, which is stored nowhere.
 
-    Args:
-        scopes: some of read, write and admin, comma-separated.
-        rate: most requests per second; None: no limit.
-        collections: that the key may use, comma-separated; they need not be served yet. None: all.
-
-    Returns:
-        The key. It is stored nowhere; a lost key cannot be recovered.
+    A new file is readable by its owner only. The arguments are fields of `ApiKey`; scopes and collections are separated by
+    commas.
 
     Raises:
         InputError: the name is taken, an argument is invalid, or the file cannot be written or is not a key file.

@@ -76,10 +76,8 @@ class HttpError(Exception):
 
     Args:
         kind: one of `CODES`, or the status of an error without a code.
-        message: for a status of `RETRIED`, the time after which to try again is added.
         param: the faulty field.
-        retry_after_s: for a status of `RETRIED`; rounded up to whole seconds, as HTTP requires.
-        headers: further ones.
+        retry_after_s: for a status of `RETRIED`, whose message also names it; rounded up to whole seconds.
     """
 
     def __init__(
@@ -190,9 +188,7 @@ EXCEPTION_HANDLERS: Mapping[type[Exception], Callable[[Request, Any], HttpError]
     QueueFull: lambda _, error: HttpError(
         "queue_full", "too many requests are waiting", retry_after_s=error.retry_after_s
     ),
-    ReplicaLost: lambda _, error: HttpError(
-        "replica_lost", "a part of the service is not available", retry_after_s=error.retry_after_s
-    ),
+    ReplicaLost: lambda *_: HttpError("replica_lost", "a part of the service is not available"),
     DeadlineExceeded: lambda _, error: HttpError("deadline_exceeded", str(error)),
 }
 """Exception of a request -> error answer. Any other exception is a 500."""

@@ -17,7 +17,7 @@ from infembed_ray.serving.http.errors import HttpError, key_rate_limited
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/openapi.json"})
+OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/docs", "/openapi.json"})
 """Paths that need no API key, like the playground's files under `OPEN_PREFIX`."""
 OPEN_PREFIX = "/playground/"
 LATENCY_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -26,7 +26,7 @@ LATENCY_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 3
 HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
-    (b"referrer-policy", b"no-referrer"),
+    (b"referrer-policy", b"no-referrer"),  # the URL of the playground contains the query
     (b"cross-origin-resource-policy", b"same-origin"),
     (
         b"content-security-policy",
@@ -47,11 +47,8 @@ class ApiMiddleware:
     request with a foreign Host header gets 403. Otherwise a web page in a browser of that machine could send requests under a
     host name that resolves to 127.0.0.1 (DNS rebinding).
 
-    Args:
-        app: the routes.
-        keys: the accepted keys; without any, requests of this machine need none.
-        registry: where the requests are counted: by route, never by path, to bound the series.
-        request_ids: whether answers carry X-Request-Id, the client's own or a new one.
+    It counts requests by route, never by path, to bound the series. With `request_ids` answers carry X-Request-Id, the
+    client's own or a new one.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, registry: CollectorRegistry, request_ids: bool) -> None:

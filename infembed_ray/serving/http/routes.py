@@ -17,14 +17,13 @@ from pydantic_core import to_json
 from starlette.convertors import PathConvertor, register_url_convertor
 
 from infembed_ray.config.serving import DEFAULT_COLLECTION
-from infembed_ray.modeling.formats import Question
 from infembed_ray.retrieval import filters
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import Embedded
 from infembed_ray.serving.http.auth import ALLOWED
 from infembed_ray.serving.http.errors import RETRIED, STATUSES, HttpError, json_response
 from infembed_ray.serving.routing.blue_green import Release
-from infembed_ray.serving.service import Document, ReadOnly, Search, Stuck
+from infembed_ray.serving.service import Document, ReadOnly, Stuck
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
@@ -115,17 +114,38 @@ def add_collection_routes(api: APIRouter, collections: Collections) -> None:
     @both("POST", "/search", schema.SearchResponse, 404)
     async def search(body: schema.SearchRequest, request: Request) -> Response:
         """Search the nearest passages to a query under an instruction, best first."""
-        return await _answer_search(collections.of(request), body)
+        service = collections.of(request)
+        card = _require_model(service, body.model)
+        filters.parse(body.filter, card.metadata)  # raises before anything is encoded
+        if body.hybrid and not card.lexical:
+            raise HttpError(400, f"hybrid={body.hybrid:g}: {schema.NO_WORDS}", param="hybrid")
+        if body.rerank and card.reranker is None:
+            message = (
+                "rerank=true: this server has no reranker; leave it out, or start `infembed serve` with rerank.kind"
+            )
+            raise HttpError(400, message, param="rerank")
+        return json_response(await service.search(body))
 
     @both("PUT", "/documents", schema.ChangeResponse, 507)
     async def put_documents(body: schema.PutRequest, request: Request) -> Response:
         """Add documents, or replace those with the same ids. Durable when answered, searchable within a second."""
-        return await _answer_put(collections.of(request), body)
+        service = _writable(collections.of(request))
+        documents = [
+            Document(new.id, new.text, _checked_metadata(new.metadata, service.card, f"documents.{i}.metadata"))
+            for i, new in enumerate(body.documents)
+        ]
+        sequence = await service.put(documents)
+        return json_response(schema.ChangeResponse(object="documents.put", count=len(documents), sequence=sequence))
 
     @both("DELETE", "/documents", schema.ChangeResponse)
     async def delete_documents(body: schema.DeleteRequest, request: Request) -> Response:
         """Delete documents. Durable when answered, gone from search results within a second."""
-        return await _answer_delete(collections.of(request), body.ids)
+        return await _delete(collections.of(request), body.ids)
+
+    @both("DELETE", "/documents/{id:any}", schema.ChangeResponse)
+    async def delete_document(id: str, request: Request) -> Response:
+        """Delete one document; its id may contain slashes."""
+        return await _delete(collections.of(request), [id])
 
     @both("GET", "/documents/{id:any}", schema.DocumentResponse, 404)
     async def document(id: str, request: Request) -> Response:
@@ -161,6 +181,15 @@ def add_model_routes(api: APIRouter, collections: Collections) -> None:
     async def models() -> Response:
         """Return the served model and index; of several models each, with the first collection that it serves."""
         return json_response(schema.ModelsResponse(data=collections.models()))
+
+    @api.get("/v1/models/{model:any}", response_model=schema.Model, responses=error_responses(404))
+    async def model(model: str) -> Response:
+        """Return the served model and index, by the model's name."""
+        cards = {card.id: card for card in collections.models()}
+        if model not in cards:
+            message = f"the model {model!r} is not served here; there are {', '.join(cards)}"
+            raise HttpError("model_not_found", message, param="model")
+        return json_response(cards[model])
 
 
 def add_status_routes(api: APIRouter, collections: Collections, deployment: Callable[[], str]) -> None:
@@ -201,68 +230,16 @@ def add_status_routes(api: APIRouter, collections: Collections, deployment: Call
         return Response(await collections.all()[DEFAULT_COLLECTION].metrics(), media_type=CONTENT_TYPE_LATEST)
 
 
-# ------------------------------------------------------------------------------------- answers of one collection
-
-
-async def _answer_search(service: Release, request: schema.SearchRequest) -> Response:
-    """Answer a search."""
-    card = _require_model(service, request.model)
-    filters.parse(request.filter, card.metadata)  # raises before anything is encoded
-    if request.hybrid and not card.lexical:
-        raise HttpError(400, f"hybrid={request.hybrid:g}: {schema.NO_WORDS}", param="hybrid")
-    if request.rerank and card.reranker is None:
-        message = "rerank=true: this server has no reranker; leave it out, or start `infembed serve` with rerank.kind"
-        raise HttpError(400, message, param="rerank")
-    answer = await service.search(
-        Search(
-            Question(request.query, request.instruction or None),
-            request.top_k,
-            request.filter,
-            request.min_sequence,
-            request.exclude,
-            request.hybrid,
-            request.explain,
-            request.rerank,
-        )
-    )
-    response = schema.SearchResponse(
-        index_version=answer.index_version,
-        sequence=answer.sequence,
-        model=answer.model,
-        timings=answer.timings,
-        hits=list(answer.hits),
-        notes=list(answer.notes),
-        explanation=answer.explanation,
-    )
-    return json_response(response)
-
-
-async def _answer_put(service: Release, request: schema.PutRequest) -> Response:
-    """Put documents."""
-    _require_writable(service)
-    documents = [
-        Document(
-            document.id,
-            document.text,
-            _checked_metadata(document.metadata, service.card, f"documents.{i}.metadata"),
-        )
-        for i, document in enumerate(request.documents)
-    ]
-    sequence = await service.put(documents)
-    return json_response(schema.ChangeResponse(object="documents.put", count=len(documents), sequence=sequence))
-
-
-async def _answer_delete(service: Release, ids: list[str]) -> Response:
-    """Delete documents."""
-    _require_writable(service)
+async def _delete(service: Release, ids: list[str]) -> Response:
     ids = list(dict.fromkeys(ids))
-    sequence = await service.delete(ids)
+    sequence = await _writable(service).delete(ids)
     return json_response(schema.ChangeResponse(object="documents.deleted", count=len(ids), sequence=sequence))
 
 
-def _require_writable(service: Release) -> None:
+def _writable(service: Release) -> Release:
     if not service.card.writable:
         raise ReadOnly
+    return service
 
 
 def _require_model(service: Release, name: str | None) -> schema.Model:

@@ -35,8 +35,6 @@ from infembed_ray.serving.service import (
     Document,
     ReadOnly,
     ReplicaLost,
-    Search,
-    SearchOutcome,
     ShardState,
     Stuck,
     TooManyChanges,
@@ -94,12 +92,9 @@ class Release:
     `NotApplied`; any other exception is an internal error.
 
     Args:
-        spec: its parts.
         encoder, reranker: may be shared with the releases of other collections.
-        shards: as `FanOut` takes them; each has besides `document(id)`, `state() -> ShardState` and `ready()`.
+        shards: as `FanOut` takes them; each also has `document(id)`, `state() -> ShardState` and `ready()`.
         metrics: has `metrics() -> bytes`.
-        timeout_s: request time-out.
-        shard_replicas: largest number of replicas.
         max_changed_documents: documents that may differ from the index version per shard.
         ranking: how searches that do not say are scored; without `hybrid` if the index has no words.
     """
@@ -130,8 +125,8 @@ class Release:
         )
         self._max_changed = max_changed_documents * len(shards)
         self._states = [ShardState()] * len(shards)
-        self._state_query: asyncio.Future[None] | None = None
-        self._states_known_at = 0.0
+        self._asking = asyncio.Lock()
+        self._states_known_at = float("-inf")
         self._fan_out = FanOut(dict(zip(spec.shards, shards, strict=True)), replicas=shard_replicas)
 
     @property
@@ -143,14 +138,17 @@ class Release:
         """Embed texts: queries, each with its instruction or None, or passages, if `instructions` is None."""
         return await self.encoder.embed(EncoderInputs(texts, instructions), self._deadline())
 
-    async def search(self, search: Search) -> SearchOutcome:
-        """Ask all shards at once and merge their hits: up to `top_k` passages that satisfy the filter."""
+    async def search(self, search: schema.SearchRequest) -> schema.SearchResponse:
+        """Ask all shards at once and merge their hits: up to `top_k` passages that satisfy the filter.
+
+        All of the answer comes from this release. Its sequence number is the smallest of all shards.
+        """
         filters.parse(search.filter, self.card.metadata)  # raises before any work is done
         start, deadline = time.perf_counter(), self._deadline()
-        text, instruction = search.query.query, search.query.instruction or ""
+        text, instruction = search.query, search.instruction or ""
         hybrid = self._ranking.hybrid if search.hybrid is None else search.hybrid
         phrases = explaining.phrases_of(instruction) if search.explain else []
-        asked = [search.query]
+        asked = [question := Question(text, search.instruction or None)]
         if search.explain:
             asked = [Question(text, variant) for variant in explaining.variants(instruction, phrases)]
         vectors = await self._encode(asked, search, deadline)
@@ -166,17 +164,18 @@ class Release:
         searched = time.perf_counter()
         reranked = Reranked(ranked.results[0], None, 0.0)
         if reranker:
-            reranked = await reranker(search.query, ranked.results[0], deadline)
+            reranked = await reranker(question, ranked.results[0], deadline)
         hits, notes, explanation = reranked.hits[: search.top_k], [reranked.note] if reranked.note else [], None
         if search.explain:
-            plain = replace(search, query=Question(text), top_k=explaining.EXPLAINED_DEPTH, explain=False)
+            unexplained = {"instruction": None, "top_k": explaining.EXPLAINED_DEPTH, "explain": False}
+            plain = search.model_copy(update=unexplained)
             ids, plain_ids = ([hit.id for hit in each] for each in (hits, (await self.search(plain)).hits))
             wanted = explaining.explained_ids(ids, plain_ids, search.top_k)
             scores = await self._fan_out.scores(wanted, vectors, deadline)
             explanation = explaining.explanation(phrases, ids, plain_ids, search.top_k, scores)
             if changed := len(wanted) - len(scores):
                 notes.append(f"explain: passages that changed meanwhile: {changed}.")
-        return SearchOutcome(
+        return schema.SearchResponse(
             hits=hits,
             model=self.card.id,
             index_version=self.card.index_version,
@@ -190,7 +189,7 @@ class Release:
             explanation=explanation,
         )
 
-    async def _encode(self, questions: Sequence[Question], search: Search, deadline: float) -> np.ndarray:
+    async def _encode(self, questions: Sequence[Question], search: schema.SearchRequest, deadline: float) -> np.ndarray:
         """Return (questions, d) unit vectors, moved away from what the instructions exclude if the search asks for it."""
 
         async def encode(texts: Sequence[Question]) -> np.ndarray:
@@ -200,13 +199,9 @@ class Release:
         return await (excluding(questions, self._ranking, encode) if exclude else encode(questions))
 
     async def put(self, documents: Sequence[Document]) -> int:
-        """Add documents, or replace those with the same ids. The change is durable when the call returns.
+        """Add documents with distinct ids, or replace those with the same ids. Their metadata matches the card's fields.
 
-        Args:
-            documents: with distinct ids and metadata that matches the card's fields.
-
-        Returns:
-            The sequence number from which searches find them.
+        The change is durable when the call returns the sequence number from which searches find them.
         """
         await self._require_writable()
         if self._changed >= self._max_changed:  # puts within a second can exceed it
@@ -261,13 +256,10 @@ class Release:
 
     async def _know_states(self) -> None:
         """Ask the shards for their states, unless they are known. A shard that does not answer keeps its last state."""
-        if self._state_query is None or (self._state_query.done() and now() >= self._states_known_at + STATE_MAX_AGE_S):
-            self._state_query = asyncio.ensure_future(self._ask_states())
-        await asyncio.shield(self._state_query)  # shared: a cancelled caller must not cancel it for the others
-
-    async def _ask_states(self) -> None:
-        await asyncio.gather(*map(self._ask_state, range(len(self._shards))))
-        self._states_known_at = now()
+        async with self._asking:
+            if now() >= self._states_known_at + STATE_MAX_AGE_S:
+                await asyncio.gather(*map(self._ask_state, range(len(self._shards))))
+                self._states_known_at = now()
 
     async def _ask_state(self, number: int) -> None:
         with contextlib.suppress(Exception):  # lost or full: /readyz still answers
@@ -302,16 +294,8 @@ async def excluding(
 ) -> np.ndarray:
     """Encode questions so that passages which resemble what their instructions exclude score lower.
 
-    Each is encoded under what its instruction wants (with `exclusion_keeps_instruction` under all of it), and its vector is
-    moved away from that of the unwanted part.
-
-    Args:
-        questions: n questions.
-        ranking: weight of the unwanted part.
-        encode: returns (texts, d) unit vectors.
-
-    Returns:
-        (n, d) unit vectors.
+    Each of n questions is encoded under what its instruction wants (with `exclusion_keeps_instruction` under all of it), and
+    its vector is moved away from that of the unwanted part. `encode` returns (texts, d) unit vectors; returns (n, d).
     """
     parts = [split(question.instruction or "") for question in questions]
     numbers = [number for number, part in enumerate(parts) if part.unwanted]

@@ -42,15 +42,11 @@ class EncoderInputs(NamedTuple):
 
 
 class EncoderCalls:
-    """Calls to an encoder. All of them come from one event loop.
+    """Calls to an encoder, each by a deadline (the event loop's time). All of them come from one event loop.
 
     Args:
         encoder: has `embed_many(list[EncoderInputs], timeout_s) -> list[Embedded | Exception]` and `ready()`.
         replicas: largest number of replicas.
-
-    Attributes:
-        embed: embeds the inputs of a request by a deadline (the event loop's time).
-        query_cache: embeds queries by a deadline, and keeps the vectors of recent ones.
     """
 
     def __init__(self, encoder: Deployment, *, replicas: int = 1) -> None:
@@ -73,15 +69,9 @@ class EncoderCalls:
 
 
 class QueryCache:
-    """Embeds queries, and keeps the vectors of recent ones under their instructions. All calls come from one event loop.
+    """Embeds queries, and keeps the vectors of recent ones under their instructions, up to `max_bytes` of memory.
 
-    Args:
-        embed: embeds queries by a deadline (the event loop's time).
-        max_bytes: limit of the memory of all entries.
-
-    Attributes:
-        hits: queries that were not sent to the encoder.
-        misses: queries that were sent to it.
+    All calls come from one event loop. `hits` counts the queries that were not sent to the encoder, `misses` the others.
     """
 
     def __init__(

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,6 +23,8 @@ from infembed_ray.serving.schema import Metadata, SearchHit
 from infembed_ray.serving.service import NotApplied
 
 T = TypeVar("T")
+Deployment = Callable[..., Awaitable[Any]]
+"""Calls a method of one of a deployment's replicas, by its name and arguments, as `remote.RemoteDeployment` does."""
 
 MAX_BATCH_QUERIES = 64
 """Queries in one call to a shard."""
@@ -38,15 +39,6 @@ CACHED_CHARACTERS = 1 << 25
 """Most characters of cached texts in an ingress replica."""
 BEHIND_PAUSE_S = 0.05
 """Pause before a shard that has not applied `min_sequence` is asked again."""
-
-
-class Deployment(Protocol):
-    """Calls a method of one of a deployment's replicas.
-
-    Raises `ReplicaLost` if the replica is lost, else what the method raised.
-    """
-
-    def __call__(self, method: str, *arguments: Any) -> Awaitable[Any]: ...
 
 
 class Ranked(NamedTuple):
@@ -71,12 +63,11 @@ class FanOut:
 
         def batched(shard: Deployment, method: str, most: int, weigh: Callable[[Any], int]) -> MicroBatcher[Any, Any]:
             calls = RetriedCalls(replicas)
-            return MicroBatcher(
-                partial(_call, calls, shard, method),
-                max_calls=CALLS_PER_SHARD * replicas,
-                max_weight=most,
-                weigh=weigh,
-            )
+
+            async def send(items: Sequence[Any], deadline: float) -> Any:
+                return await calls(lambda: shard(method, items), deadline - now())
+
+            return MicroBatcher(send, max_calls=CALLS_PER_SHARD * replicas, max_weight=most, weigh=weigh)
 
         self._search = [
             batched(shard, "search_many", MAX_BATCH_QUERIES, lambda query: len(query.vectors))
@@ -90,10 +81,7 @@ class FanOut:
     async def search(self, query: ShardQuery, deadline: float, hybrid: float = 0.0) -> Ranked:
         """Search all shards and merge their hits.
 
-        Args:
-            query: its `ranking` is set here.
-            deadline: by the event loop's time.
-            hybrid: weight of words in the scores of a query with texts.
+        The deadline is by the event loop's time; `hybrid` is the weight of words in the scores of a query with texts.
 
         Raises:
             NotApplied: a shard has not applied `min_sequence` by the deadline.
@@ -110,11 +98,7 @@ class FanOut:
         return Ranked(results, min(answer.sequence for answer in answers))
 
     async def scores(self, ids: Sequence[str], vectors: np.ndarray, deadline: float) -> dict[str, np.ndarray]:
-        """Score passages, as they are stored now, under n query vectors.
-
-        Returns:
-            id -> (n,) float32 scores. Deleted passages are left out.
-        """
+        """Score passages, as they are stored now, under n query vectors: id -> (n,) float32, without deleted passages."""
         asked: dict[int, list[str]] = {}
         for id in ids:
             asked.setdefault(shard_of(id, len(self._names)), []).append(id)
@@ -168,10 +152,6 @@ class FanOut:
 def now() -> float:
     """Return the event loop's time."""
     return asyncio.get_running_loop().time()
-
-
-async def _call(calls: RetriedCalls, shard: Deployment, method: str, items: Sequence[Any], deadline: float) -> Any:
-    return await calls(lambda: shard(method, items), deadline - now())
 
 
 async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:

@@ -63,9 +63,7 @@ class MicroBatcher(Generic[Item, Answer]):
     async def __call__(self, item: Item, deadline: float = float("inf")) -> Answer:
         """Return the answer to an item, or raise its exception. The item of a cancelled caller is not sent.
 
-        Args:
-            item: to be answered.
-            deadline: by the event loop's time.
+        The deadline is by the event loop's time.
 
         Raises:
             QueueFull: the item waited too long.

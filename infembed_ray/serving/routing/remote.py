@@ -13,14 +13,12 @@ from ray.serve.handle import DeploymentHandle
 from infembed_ray import ray_compat
 from infembed_ray.serving.service import ReplicaLost
 
-RETRY_AFTER_S = 1.0
-"""Retry-After when a replica is lost and nothing gives a better estimate."""
 POLL_S = 0.25
 """Seconds between two checks whether a deployment that is waited for still has replicas."""
 
 
 class RemoteDeployment:
-    """Calls methods of a deployment's replicas; a `blue_green.Deployment`.
+    """Calls methods of a deployment's replicas; a `fan_out.Deployment`.
 
     Raises `ReplicaLost` instead of waiting for a deployment without replicas, as Serve would.
     """
@@ -51,14 +49,14 @@ class RemoteDeployment:
             while not (await asyncio.wait({answer}, timeout=POLL_S))[0]:
                 self._require_replicas(handle)
             if answer.cancelled():  # by the replica: our own cancellation is raised by the wait
-                raise ReplicaLost(RETRY_AFTER_S)
+                raise ReplicaLost
             return answer.result()
         finally:
             answer.cancel()
 
     def _require_replicas(self, handle: DeploymentHandle) -> None:
         if ray_compat.has_no_replicas(handle):
-            raise ReplicaLost(RETRY_AFTER_S)
+            raise ReplicaLost
 
     async def _call(self, handle: DeploymentHandle, arguments: Sequence[Any]) -> Any:
         try:
@@ -71,4 +69,4 @@ class RemoteDeployment:
         except RayTaskError as error:
             raise error.cause from error
         except (RayActorError, DeploymentUnavailableError, TaskCancelledError) as error:
-            raise ReplicaLost(RETRY_AFTER_S) from error
+            raise ReplicaLost from error

@@ -38,14 +38,9 @@ class Reranked(NamedTuple):
 
 
 class RerankStage:
-    """Re-orders the first hits of searches. All calls come from one event loop.
+    """Re-orders the first hits of searches, and counts searches by outcome. All calls come from one event loop.
 
-    Args:
-        settings: depth and budget.
-        reranker: has `score(query, instruction, texts, timeout_s) -> array` and `ready()`.
-
-    Attributes:
-        counts: searches by outcome, one of `OUTCOMES`.
+    The reranker has `score(query, instruction, texts, timeout_s) -> array` and `ready()`.
     """
 
     def __init__(self, settings: RerankSettings, reranker: Deployment) -> None:

@@ -43,14 +43,9 @@ class Checksum(NamedTuple):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """How far a run is: steps done, and records seen, those of the second epoch again.
 
-    Attributes:
-        step: Steps done.
-        consumed: Records seen; those of the second epoch count again.
-        score: Validation score at this step, higher is better; None if there was no validation.
-        best: Highest score so far.
-        stale: Evaluations since the highest score.
+    `score` is the validation score at this step, `best` the highest so far, and `stale` counts the evaluations since then.
     """
 
     step: int = 0
@@ -64,11 +59,8 @@ class Progress:
 class Course:
     """What a run must share with the run that saved a checkpoint, to resume from it exactly.
 
-    Attributes:
-        workers: Workers that share the steps.
-        batches: Steps of the whole run.
-        order: Fingerprint of the records of every step, in order.
-        settings: Fingerprint of the settings that decide the result, without the number of workers.
+    `batches` is the number of steps; `order` and `settings` are fingerprints of the records of every step, and of the
+    settings that decide the result, without the number of workers.
     """
 
     workers: int

@@ -25,12 +25,7 @@ from infembed_ray.training.deepspeed_compat import CheckpointEngine
 
 @dataclass
 class Written:
-    """What one worker wrote of a checkpoint.
-
-    Attributes:
-        files: File name -> size and checksum.
-        error: Why it could not write all of them.
-    """
+    """What one worker wrote of a checkpoint: file name -> size and checksum, and why it could not write all of them."""
 
     files: dict[str, Checksum] = field(default_factory=dict)
     error: str | None = None

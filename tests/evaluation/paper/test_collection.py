@@ -23,7 +23,7 @@ def test_seeds_of_a_row_are_one_model_of_their_mean_values_and_their_spread():
     model = found.models["tiny, uni{P}"]
     runs = [SWEEP.figures[f"uni{{P}}, tiny, seed {seed}"]["records"]["p-MRR"] for seed in (1, 2, 3)]
     assert model.spread(P_MRR) == pytest.approx(stdev(runs))
-    assert found.cells(P_MRR)[model.key].compared.mean.value == pytest.approx(fmean(runs))
+    assert found.cells(P_MRR)[model.key].mean.value == pytest.approx(fmean(runs))
     assert found.models["tiny, base"].spread(P_MRR) is None
 
 
@@ -35,7 +35,7 @@ def test_models_are_compared_with_the_first_of_their_output_and_those_of_a_sweep
     }
     cells, means = found.cells(P_MRR), found.results.figures
     for key, model in found.models.items():
-        apart = cells[key].compared.difference
+        apart = cells[key].difference
         if key == model.baseline:
             assert apart is None
         else:
@@ -65,7 +65,7 @@ def test_a_model_without_its_baseline_on_a_task_has_no_difference():
     assert found.models["ours"].baseline == "base"
     cells = found.cells(Column("DD-15", (("mair/dd-15", "nDCG@10"),)))
     assert list(cells) == ["ours"]
-    assert cells["ours"].compared.difference is None
+    assert cells["ours"].difference is None
 
 
 def test_tasks_of_one_name_must_be_the_same():

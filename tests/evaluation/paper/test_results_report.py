@@ -37,6 +37,7 @@ def settings(outputs, tmp_path_factory):
         results=outputs,
         output=str(tmp_path_factory.mktemp("out")),
         rows={"<b>ours</b>": "InF-Embed (e5-base-v2)"},
+        unfiltered=("raw",),
     )
 
 
@@ -50,10 +51,8 @@ def page(published):
     return Page((published.path / "report.html").read_text())
 
 
-def test_the_report_is_published_in_three_formats(published, settings):
-    assert {file.name for file in published.path.iterdir()} == {
-        *("report.html", "report.md", "tables.csv", "manifest.json")
-    }
+def test_the_report_is_published_in_two_formats(published, settings):
+    assert {file.name for file in published.path.iterdir()} == {*("report.html", "report.md", "manifest.json")}
     assert published.manifest["tables_with_ours"] == ["Table 2", "Table 5"]
     assert not run(settings).fresh
 
@@ -71,6 +70,7 @@ def test_the_page_shows_ours_beside_the_paper_and_labels_as_they_are(page):
     text = page.text
     assert "<b>ours</b>" in text  # escaped
     assert "Figure 5: FollowIR" in text
+    assert "Figure 6: uni{P}, epochs=1 with and without the quality filter" in text
     assert "The paper's tables without your results" in text
     assert text.index("Table 5: Baselines") < text.index("Table 3: Objectives")  # of the last section
 
@@ -100,6 +100,7 @@ def test_the_command_refuses_bad_input_in_one_line(outputs, tmp_path, capsys):
         "no such file or directory": [f"results.x={tmp_path / 'nowhere'}"],
         "format is 'infembed-results/0'": [f"results.old={tmp_path / 'old'}"],
         "rows.models: no model has this name": ["rows.models=e5-base-v2"],
+        "unfiltered=mdels: no results have this label": ["unfiltered=[mdels]"],
     }
     for message, more in cases.items():
         assert main(["report", *given, *more]) == 2

@@ -1,5 +1,3 @@
-import csv
-import io
 import re
 from dataclasses import replace
 
@@ -9,8 +7,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.paper.collection import collect
 from infembed_ray.evaluation.paper.published import TABLES
 from infembed_ray.evaluation.paper.results_report import of_evaluation
-from infembed_ray.evaluation.paper.sheets import as_csv, as_markdown, obedience, ours, papers, stands_for
-from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.paper.sheets import as_markdown, obedience, ours, papers
 from tests.evaluation.paper import made
 
 ROWS = {"uni{P}": (0.1, {"epochs": 2}), "multi{P,I}": (0.4, {"epochs": 2}), "multi{P,I}, temperature=0.02": (0.4, {})}
@@ -96,23 +93,6 @@ def test_every_model_has_a_row_in_our_table_of_each_of_its_benchmarks(collection
     assert list(sections) == ["", "qwen2.5-1.5b", "MiniLM"]
 
 
-def test_an_evaluated_baseline_is_found_by_its_settings():
-    evaluated = made.evaluation(made.benchmarks("followir"), {"any": ("org/base", 0)})
-    about = baselines.entries()["e5-large-v2"].settings.model_dump(mode="json", exclude_defaults=True)
-    found = collect({"a": replace(evaluated, models={"any": about | {"identity": "x"}})})
-    assert stands_for(found.models["any"], "e5-large-v2", {})
-
-
-def test_other_prompts_or_weights_are_not_the_papers_row(collection):
-    entry = baselines.entries()["e5-large-v2"]
-    about = entry.settings.model_dump(mode="json", exclude_defaults=True)
-    unprompted = about | {"plain_query": "{query}"}
-    hub = {"model": about["model"], "identity": "x"}
-    for evaluated, stands in ((about | {"dtype": "bfloat16"}, True), (unprompted, False), (hub, False)):
-        model = replace(collection.models["trained"], label="any", about=evaluated | {"model": [evaluated["model"]]})
-        assert stands_for(model, "e5-large-v2", {}) is stands, evaluated
-
-
 def test_unknown_names_are_rejected(collection):
     with pytest.raises(InputError, match=r"rows\.traned: no model has this name; did you mean trained\?"):
         papers(collection, {"traned": "e5-base-v2"})
@@ -177,19 +157,3 @@ def test_markdown_rows_have_the_same_number_of_cells_and_ours_are_bold(shown):
     assert "- † ModernBERT-base, News21 p-MRR: printed -1., read as -1.4: cut off; Table 6 has -1.44" in markdown
     assert "**" not in as_markdown(named(shown, "FollowIR"))
     assert "multi{P,I} (2 seeds)" in as_markdown(named(shown, "records"))
-
-
-def test_csv_has_every_number_of_every_table_once(shown):
-    rows = list(csv.DictReader(io.StringIO(as_csv(shown))))
-    assert len(rows) == sum(n is not None for sheet in shown for line in sheet.lines for n in line.numbers)
-    places = {(r["table"], r["section"], r["row"], r["source"], r["column"]) for r in rows}
-    assert len(places) == len(rows)
-    (own,) = [r for r in rows if (r["table"], r["row"], r["column"]) == ("Table 2", "a|b_c", "FollowIR p-MRR")]
-    assert float(own["low"]) <= float(own["value"]) <= float(own["high"])
-    assert own["significant"] == str(float(own["p_holm"]) < 0.05) == "True"
-    (wrong,) = [r for r in rows if (r["table"], r["row"], r["column"]) == ("Table 3", "Base", "ModernBERT p-MRR")]
-    assert (wrong["value"], wrong["source"], wrong["low"]) == ("-2.57", "paper", "")
-    assert wrong["remark"].startswith("printed -0.27, read as -2.57")
-    (seeded,) = [r for r in rows if (r["row"], r["column"]) == ("multi{P,I}", "MAP@1000") and r["table"] == "records"]
-    assert seeded["seeds"] == "2"
-    assert float(seeded["stdev_over_seeds"]) >= 0

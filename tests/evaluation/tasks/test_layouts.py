@@ -10,8 +10,6 @@ import pytest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.tasks import catalogue, layouts
-from infembed_ray.evaluation.tasks.checks import checked
-from infembed_ray.evaluation.tasks.repository import Repository
 from tests.evaluation import published
 from tests.evaluation.published import DOCUMENTS, edit, texts
 from tests.support.files import write_jsonl
@@ -178,65 +176,6 @@ def test_faulty_judgements_are_rejected(tmp_path: Path, content: str, message: s
         catalogue.load(f"{tmp_path}/qrels.txt")
 
 
-# ------------------------------------------------------------------------------------------------------- ir_datasets
-
-
-TOPICS = """<top>
-<num> Number: 301
-<title> International &amp; organized crime
-
-<desc> Description:
-Identify organizations.
-<narr> Narrative:
-A relevant document must name
-the organization.
-</top>
-"""
-
-
-@pytest.fixture
-def registered(tmp_path: Path) -> str:
-    """A data set of ir_datasets with local files: one of its own formats for documents, topics and judgements."""
-    ir_datasets = pytest.importorskip("ir_datasets")
-    (tmp_path / "docs.tsv").write_text("d1\tCartels sell arms.\nd2\tPolio is gone.\n", encoding="utf-8")
-    (tmp_path / "qrels.txt").write_text("301 0 FBIS3-1 2\n301 0 FBIS3-3 0\n302 0 FBIS3-2 1\n", encoding="utf-8")
-    second = "<top>\n<num> Number: 302\n<title> Poliomyelitis\n<desc> Description:\nPolio\n<narr> Narrative:\n\n</top>\n"  # their reader needs a tag a line
-    (tmp_path / "topics.301-450").write_text(TOPICS + second, encoding="utf-8")
-    qrels = (tmp_path / "qrels.txt").read_text().replace("FBIS3-1", "d1").replace("FBIS3-2", "d2")
-    (tmp_path / "qrels.txt").write_text(qrels.replace("FBIS3-3", "d2"), encoding="utf-8")
-    local = ir_datasets.util.LocalDownload
-    name = f"local-{tmp_path.name}"
-    ir_datasets.registry.register(
-        name,
-        ir_datasets.Dataset(
-            ir_datasets.formats.TsvDocs(local(tmp_path / "docs.tsv")),
-            ir_datasets.formats.TrecQueries(local(tmp_path / "topics.301-450")),
-            ir_datasets.formats.TrecQrels(local(tmp_path / "qrels.txt"), {}),
-        ),
-    )
-    return f"ir_datasets:{name}"
-
-
-def test_a_data_set_of_ir_datasets_is_a_task(registered: str) -> None:
-    task = catalogue.load(registered)
-
-    assert catalogue.expand([registered]) == [registered]
-    assert texts(task) == {"d1": "Cartels sell arms.", "d2": "Polio is gone."}
-    assert [query.id for query in task.queries] == ["301", "302"]
-    assert " ".join((task.queries[0].instruction or "").split()) == "A relevant document must name the organization."
-    assert task.qrels == {"301": {"d1": 2, "d2": 0}, "302": {"d2": 1}}
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("nowhere", "ir_datasets has no such data set"), ("antique", "has no queries; name one of its parts")],
-)
-def test_what_ir_datasets_cannot_provide_is_rejected(name: str, message: str) -> None:
-    pytest.importorskip("ir_datasets")
-    with pytest.raises(InputError, match=f"tasks=ir_datasets:{name}: .*{message}"):
-        catalogue.load(f"ir_datasets:{name}")
-
-
 # ---------- mteb's layout and InstructIR, which is published in it.
 
 
@@ -382,25 +321,6 @@ def test_mair_grades_documents(tmp_path: Path) -> None:
     assert {score for judged in task.qrels.values() for score in judged.values()} == {1, 2}
     assert task.queries[1].query == "electric buses"
     assert (task.queries[1].instruction or "").startswith("You search an archive.")
-
-
-def test_parts_of_a_mair_task_are_searched_separately(tmp_path: Path) -> None:
-    root = published.mair_like(tmp_path)
-    repositories = [
-        Repository(root / name, name, "mair/Twofold") for name in (published.MAIR_QUERIES, published.MAIR_DOCS)
-    ]
-
-    task = checked(layouts.read_mair(*repositories, "Twofold"))
-
-    assert len(task.queries) == 12
-    assert len(task.corpus) == len(DOCUMENTS)
-    assert task.candidates is not None
-    for query in task.queries:
-        part = query.id.partition("/")[0]
-        assert part in ("norway", "chile")
-        assert len(task.candidates[query.id]) == len(DOCUMENTS) // 2
-        assert all(part.capitalize() in texts(task)[document] for document in task.candidates[query.id])
-        assert set(task.qrels[query.id]) <= set(task.candidates[query.id])
 
 
 @pytest.mark.parametrize("label", ["d7", {"id": "d7"}, {"score": 1}])

@@ -83,16 +83,6 @@ def bpe_across_words():
     return tokenizer
 
 
-def sentencepiece_unigram():
-    """As T5 and XLM-R have it: normalised, spaces collapsed and replaced."""
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace("  ", " ")])
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=["<pad>", "<unk>"], unk_token="<unk>")
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    return tokenizer
-
-
 def sentencepiece_bpe():
     """As Llama 2 and Mistral have it: one word piece over the whole text, BOS and byte fallback."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
@@ -104,7 +94,7 @@ def sentencepiece_bpe():
     return tokenizer
 
 
-TOKENIZERS = ["wordpiece", "byte_level_bpe", "bpe_across_words", "sentencepiece_unigram", "sentencepiece_bpe"]
+TOKENIZERS = ["wordpiece", "byte_level_bpe", "bpe_across_words", "sentencepiece_bpe"]
 PARTING = ("wordpiece", "byte_level_bpe")
 """Those that always part at spaces."""
 
@@ -152,10 +142,10 @@ def alone(encoder, sequences):
     return torch.cat(vectors)
 
 
-def as_trees(encoder, sequences, batch_tokens=1 << 40):
+def as_trees(encoder, sequences, batch_tokens=1 << 40, flex=False):
     embeddings = [None] * len(sequences)
-    for rows, layout in prefix_tree.forests(sequences, batch_tokens):
-        for row, vector in zip(rows, encoder(layout), strict=True):
+    for rows, layout in prefix_tree.forests(sequences, batch_tokens, flex):
+        for row, vector in zip(rows, encoder(layout.to(encoder.device)), strict=True):
             embeddings[row] = vector
     return torch.stack(embeddings)
 
@@ -288,9 +278,9 @@ def train(rank, layouts, settings, directory):
     shared = []
     forests = prefix_tree.forests
 
-    def spy(sequences, batch_tokens):
+    def spy(sequences, *options):
         shared.append(len(sequences))
-        return forests(sequences, batch_tokens)
+        return forests(sequences, *options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_tree, "forests", spy)

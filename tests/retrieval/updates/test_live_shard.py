@@ -219,7 +219,7 @@ def test_searches_while_changes_are_applied_answer_one_state_each(tmp_path: Path
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("factory", ["HNSW32", "IVF16,PQ6x4"])
+@pytest.mark.parametrize("factory", ["HNSW32", "IVF16,SQ8"])
 def test_graphs_and_lists_return_no_tombstone_and_keep_their_recall(tmp_path: Path, factory: str) -> None:
     base = [document(f"d{n}", n, 2000 + n % 40) for n in range(800)]
     oracle = Oracle(base)

@@ -74,7 +74,7 @@ def test_the_time_out_includes_tokenising(path, monkeypatch):
             return tokenize(texts)
 
         monkeypatch.setattr(engine._tokenizer, "tokenize_passages", slowly)
-        with pytest.raises(DeadlineExceeded, match=r"within 0\.02 s"):
+        with pytest.raises(DeadlineExceeded):
             await engine.embed(["late"], None, 0.02)
         assert engine.batching.counters.texts == before
         assert engine.batching.counters.expired == 1

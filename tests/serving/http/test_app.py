@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ from starlette.testclient import TestClient
 
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, Embedded, QueueFull
-from infembed_ray.serving.http import app
 from tests.serving.debug import CARD, DIMENSION, DebugService, debug_embed
 from tests.serving.http.clients import JSON, client_of, make_app, refused
 
@@ -112,26 +110,6 @@ def test_another_content_type_is_rejected(client: TestClient, kind: str | None) 
     assert "send the body as application/json" in refused(answer, 415)["message"]
     utf8 = {"Content-Type": "Application/JSON; charset=utf-8"}
     assert client.post("/v1/search", content=b'{"query": "q"}', headers=utf8).status_code == 200
-
-
-def test_a_body_over_the_limit_is_rejected_with_and_without_content_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MAX_BODY_BYTES", 10_000)
-    client = client_of(make_app())
-    body = json.dumps({"query": "q", "instruction": "x" * 20_000}).encode()
-    read = 0
-
-    def chunks() -> Iterator[bytes]:
-        nonlocal read
-        for start in range(0, len(body), 100):
-            read += 100
-            yield body[start : start + 100]
-
-    for content in (body, chunks()):
-        answer = client.post("/v1/search", content=content, headers=JSON)
-        error = refused(answer, 413)
-        assert (error["code"], answer.headers["connection"]) == ("body_too_large", "close")
-    small = json.dumps({"query": "q"}).encode()
-    assert client.post("/v1/search", content=iter([small[:5], small[5:]]), headers=JSON).status_code == 200
 
 
 def test_a_model_that_is_not_served_is_not_found(client: TestClient) -> None:

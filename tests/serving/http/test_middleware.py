@@ -41,7 +41,7 @@ def test_with_keys_all_paths_but_health_and_pages_need_one() -> None:
         answer = client.get(path, headers={"Authorization": "Bearer wrong"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         assert answer.headers["www-authenticate"] == "Bearer"
-    for path in ("/healthz", "/readyz", "/openapi.json"):
+    for path in ("/healthz", "/readyz", "/docs", "/openapi.json"):
         assert client.get(path).status_code == 200
     assert client.get("/v1/models", headers={"Authorization": "Bearer two"}).status_code == 200
     assert client.get("/metrics", headers={"Authorization": "Bearer two"}).status_code == 200

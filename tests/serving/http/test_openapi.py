@@ -1,15 +1,18 @@
-"""The OpenAPI document, and requests generated from it (schemathesis)."""
+"""The OpenAPI document, the page made from it, and requests generated from it (schemathesis)."""
 
 from __future__ import annotations
 
+import html
+import re
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from infembed_ray.serving.http.api_docs import type_of
 from infembed_ray.serving.http.errors import STATUSES
 from infembed_ray.serving.http.middleware import OPEN_PATHS
-from tests.serving.http.clients import make_app
+from tests.serving.http.clients import client_of, make_app
 
 pytestmark = pytest.mark.integration
 
@@ -49,13 +52,16 @@ def test_every_route_is_documented() -> None:
         "POST /v1/search",
         "PUT /v1/documents",
         "DELETE /v1/documents",
+        "DELETE /v1/documents/{id}",
         "GET /v1/documents/{id}",
         "GET /v1/collections",
         "POST /v1/collections/{collection}/search",
         "PUT /v1/collections/{collection}/documents",
         "DELETE /v1/collections/{collection}/documents",
+        "DELETE /v1/collections/{collection}/documents/{id}",
         "GET /v1/collections/{collection}/documents/{id}",
         "GET /v1/models",
+        "GET /v1/models/{model}",
         "GET /healthz",
         "GET /readyz",
         "GET /metrics",
@@ -85,3 +91,35 @@ def test_without_keys_no_security_is_documented() -> None:
     document = make_app().openapi()
     assert "securitySchemes" not in document["components"]
     assert not any("security" in operation for methods in document["paths"].values() for operation in methods.values())
+
+
+def test_the_page_has_all_of_the_document_and_its_links_lead_somewhere_on_this_server() -> None:
+    client = client_of(app)
+    page = client.get("/docs").text
+    assert "<script" not in page
+    text = html.unescape(re.sub(r"<[^>]+>", "", page))
+    for name, operation in operations().items():
+        assert name in text
+        assert operation["description"] in text
+    for name, shape in app.openapi()["components"]["schemas"].items():
+        section = page.partition(f'<section id="{name}">')[2].partition("</section>")[0]
+        assert all(f"<code>{field}</code>" in section for field in shape.get("properties", {}))
+    for target in re.findall(r'(?:href|src)="([^"]+)"', page):
+        if target.startswith("#"):
+            assert f'id="{target[1:]}"' in page
+        else:
+            assert client.get(f"/{target.removeprefix('./')}").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "array", "items": {"$ref": "#/components/schemas/Hit"}}, 'list of <a href="#Hit">Hit</a>'),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "string or null"),
+        ({"type": ["string", "null"]}, "string or null"),
+        ({"enum": ["float", "base64"]}, "<code>&#34;float&#34;</code> or <code>&#34;base64&#34;</code>"),
+        ({"const": "<b>"}, "<code>&#34;&lt;b&gt;&#34;</code>"),
+    ],
+)
+def test_types_in_words(schema: dict[str, Any], words: str) -> None:
+    assert type_of(schema) == words

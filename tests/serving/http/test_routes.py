@@ -12,7 +12,6 @@ from starlette.testclient import TestClient
 
 from infembed_ray.serving import schema
 from infembed_ray.serving.http.auth import ApiKeys, new_key
-from infembed_ray.serving.service import Search, SearchOutcome
 from tests.serving.debug import CARD, PASSAGES, DebugService, listening
 from tests.serving.http.clients import JSON, client_of, make_app, refused, vector
 
@@ -139,9 +138,10 @@ def test_reranking_needs_a_reranker_and_its_notes_are_answered(client: TestClien
     asked = []
 
     class Reranking(DebugService):
-        async def search(self, search: Search) -> SearchOutcome:
+        async def search(self, search: schema.SearchRequest) -> schema.SearchResponse:
             asked.append(search.rerank)
-            return (await super().search(search))._replace(notes=["Not re-ranked: too slow."])
+            answer = await super().search(search)
+            return answer.model_copy(update={"notes": ["Not re-ranked: too slow."]})
 
     reranking = client_of(make_app(Reranking(card=CARD.model_copy(update={"reranker": "r"}))))
     for rerank in (True, False, None):
@@ -170,8 +170,7 @@ def test_a_document_is_put_read_replaced_and_deleted_under_any_id(over_http: htt
     answer = client.post("/v1/search", json={"query": "q"}).json()
     assert answer["sequence"] == sequence + 2
     assert {"id": id, "text": "u", "metadata": {}}.items() <= next(h for h in answer["hits"] if h["id"] == id).items()
-    answer = client.request("DELETE", "/v1/documents", json={"ids": [id]})
-    assert answer.json() == {"object": "documents.deleted", "count": 1, "sequence": sequence + 3}
+    assert client.delete(path).json() == {"object": "documents.deleted", "count": 1, "sequence": sequence + 3}
     assert refused(client.get(path), 404)["code"] == "document_not_found"
 
 
@@ -388,6 +387,8 @@ def test_a_key_of_one_collection_sees_no_other_in_lists_and_errors(
     assert [one["name"] for one in locked.get("/v1/collections", headers=keys["news"]).json()["data"]] == ["news"]
     (card,) = locked.get("/v1/models", headers=keys["news"]).json()["data"]
     assert card["index_version"] == "of-news"
+    assert locked.get("/v1/models/debug", headers=keys["news"]).json() == card
+    assert refused(locked.get("/v1/models/legal", headers=keys["news"]), 404)["code"] == "model_not_found"
     assert refused(locked.get("/metrics", headers=keys["news"]), 403)["code"] == "missing_scope"
     error = refused(locked.post(f"{base('gone')}/search", json={"query": "q"}, headers=keys["gone"]), 404)
     assert error["message"] == "there is no collection 'gone'; there are news"

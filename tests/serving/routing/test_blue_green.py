@@ -34,7 +34,6 @@ from infembed_ray.serving.service import (
     Document,
     ReadOnly,
     ReplicaLost,
-    Search,
     ShardState,
     TooManyChanges,
 )
@@ -146,6 +145,10 @@ class World:
         asyncio.run(run())
 
 
+def request(query: str, instruction: str | None, top_k: int, **more: Any) -> schema.SearchRequest:
+    return schema.SearchRequest(query=query, instruction=instruction, top_k=top_k, **more)
+
+
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World(tmp_path)
@@ -161,7 +164,7 @@ def test_concurrent_searches_get_the_best_hits_of_all_shards(world: World) -> No
     async def scenario(release: Release) -> None:
         async def search(i: int) -> None:
             query = Question(f"q{i}", "I" if i % 2 else None)
-            answer = await release.search(Search(query, 1 + i % 7))
+            answer = await release.search(request(*query, 1 + i % 7))
             assert [hit.id for hit in answer.hits] == best(f"{query.instruction} {query.query}", 1 + i % 7)
             assert (answer.model, answer.index_version) == ("m", "v1")
 
@@ -193,17 +196,17 @@ def test_the_first_hits_are_reranked_before_they_are_cut_to_top_k(world: World) 
         by_cosine = best("I q", depth)
         expected = sorted(by_cosine, key=lambda id: -relevance("I", PASSAGES[id]))
         assert expected[:5] != by_cosine[:5]
-        answer = await release.search(Search(Question("q", "I"), 5, rerank=True))
+        answer = await release.search(request("q", "I", 5, rerank=True))
         assert [hit.id for hit in answer.hits] == expected[:5]
         assert (lengths["reranked"], answer.notes) == (depth, [])
         assert answer.timings.rerank_ms is not None
-        answer = await release.search(Search(Question("q", "I"), 30, rerank=True))
+        answer = await release.search(request("q", "I", 30, rerank=True))
         assert [hit.id for hit in answer.hits] == expected + best("I q", 30)[depth:]
-        answer = await release.search(Search(Question("q", "I"), 5, rerank=False))
+        answer = await release.search(request("q", "I", 5, rerank=False))
         assert [hit.id for hit in answer.hits] == by_cosine[:5]
         assert answer.timings.rerank_ms is None
         lengths["reranked"] = -1
-        answer = await release.search(Search(Question("q", "I"), 5, rerank=True))
+        answer = await release.search(request("q", "I", 5, rerank=True))
         assert [hit.id for hit in answer.hits] == by_cosine[:5]
         assert [note for note in answer.notes if "the reranker is not available" in note]
         assert await release.ready(with_reranker=True)
@@ -214,13 +217,13 @@ def test_the_first_hits_are_reranked_before_they_are_cut_to_top_k(world: World) 
 def test_put_documents_are_found_and_deleted_ones_are_not(world: World) -> None:
     async def scenario(release: Release) -> None:
         sequence = await release.put([Document("new", "None fresh", {"year": 3}), Document("p1", "None fresh too")])
-        answer = await release.search(Search(Question("fresh"), 1))
+        answer = await release.search(request("fresh", None, 1))
         assert (answer.hits[0].id, answer.sequence) == ("new", sequence)
         assert await release.document("new") == Document("new", "None fresh", {"year": 3})
         assert await release.document("p1") == Document("p1", "None fresh too", {"year": None})
         assert await release.delete(["new", "never was"]) > sequence
         assert await release.document("new") is None
-        answer = await release.search(Search(Question("fresh"), 60))
+        answer = await release.search(request("fresh", None, 60))
         assert "new" not in {hit.id for hit in answer.hits}
 
     world.play(scenario)
@@ -240,11 +243,11 @@ def test_a_read_only_index_rejects_changes(tmp_path: Path) -> None:
 def test_a_call_is_retried_when_a_replica_is_lost_but_not_when_it_is_full(world: World) -> None:
     async def scenario(release: Release) -> None:
         world.shards[1].failing = [ReplicaLost()] * 3
-        answer = await release.search(Search(Question("q", "I"), 5))
+        answer = await release.search(request("q", "I", 5))
         assert [hit.id for hit in answer.hits] == best("I q", 5)
         world.shards[1].failing = [QueueFull(2.0)]
         with pytest.raises(QueueFull):
-            await release.search(Search(Question("q", "I"), 5))
+            await release.search(request("q", "I", 5))
 
     world.play(scenario)
 
@@ -254,11 +257,11 @@ def test_a_repeated_search_costs_no_encoding_and_sees_changes(world: World) -> N
         calls = world.calls()
         cached = world.release(calls)
         for _ in range(3):
-            answer = await cached.search(Search(Question("q", "I"), 4))
+            answer = await cached.search(request("q", "I", 4))
             assert [hit.id for hit in answer.hits] == best("I q", 4)
         assert world.encoder.calls == [1]
         await cached.put([Document("new", "I q")])
-        answer = await cached.search(Search(Question("q", "I"), 4))
+        answer = await cached.search(request("q", "I", 4))
         assert [hit.id for hit in answer.hits] == ["new", *best("I q", 3)]
         assert len(world.encoder.calls) == 2  # the document's, and none for the query
         assert (calls.query_cache.hits, calls.query_cache.misses) == (3, 1)
@@ -286,7 +289,7 @@ def test_an_explanation_agrees_with_brute_force_leave_one_out(world: World) -> N
         await release.put([Document("new", passages["new"]), Document("p7", passages["p7"])])
         sequence = await release.delete(["p3"])
         world.encoder.calls.clear()
-        answer = await release.search(Search(Question("q", INSTRUCTION), 8, min_sequence=sequence, explain=True))
+        answer = await release.search(request("q", INSTRUCTION, 8, min_sequence=sequence, explain=True))
         assert len(world.encoder.calls) == 1
         explanation = answer.explanation
         assert explanation is not None
@@ -324,7 +327,7 @@ def test_an_explanation_says_that_passages_changed_meanwhile(world: World) -> No
     world.shards[0] = Vanishing(world.shards[0].live)
 
     async def scenario(release: Release) -> None:
-        answer = await release.search(Search(Question("q", INSTRUCTION), 8, explain=True))
+        answer = await release.search(request("q", INSTRUCTION, 8, explain=True))
         wanted = {*best(f"{INSTRUCTION} q", 8), *best("None q", 8)}
         kept = {id for id in wanted if shard_of(id, SHARDS) != 0}
         assert 0 < len(kept) < len(wanted)
@@ -447,7 +450,7 @@ def words(world: World, query: str, texts: dict[str, str]) -> dict[str, float]:
 
 def test_an_exclusion_searches_with_a_moved_vector_after_one_call_to_the_encoder(world: World) -> None:
     async def scenario(release: Release) -> None:
-        answer = await release.search(Search(QUERY, 9, exclude=True))
+        answer = await release.search(request(*QUERY, 9, exclude=True))
         scores = {id: float(moved(QUERY) @ vector(text)) for id, text in PASSAGES.items()}
         assert [hit.id for hit in answer.hits] == ranked(scores, 9)
         assert [hit.score for hit in answer.hits] == pytest.approx(sorted(scores.values())[::-1][:9], abs=1e-6)
@@ -460,7 +463,7 @@ def test_an_exclusion_searches_with_a_moved_vector_after_one_call_to_the_encoder
 def test_a_hybrid_search_fuses_all_shards_and_reads_only_wanted_words(world: World, exclude: bool) -> None:
     async def scenario(release: Release) -> None:
         await release.put([Document("new", "prices prices of 7 text", {}), Document("p3", "history history", {})])
-        search = Search(QUERY, 8, {"year": {"lt": 50}}, exclude=exclude, hybrid=0.4, min_sequence=1)
+        search = request(*QUERY, 8, filter={"year": {"lt": 50}}, exclude=exclude, hybrid=0.4, min_sequence=1)
         answer = await release.search(search)
         texts = {id: text for id, text in PASSAGES.items() if int(id[1:]) < 50 and id != "p3"}
         lexical = words(world, "Prices of 7 text", texts)
@@ -478,7 +481,7 @@ def test_an_older_release_without_words_ignores_the_default(world: World) -> Non
     world.spec = world.spec.model_copy(update={"card": world.spec.card.model_copy(update={"lexical": False})})
 
     async def scenario(release: Release) -> None:
-        default, plain = await release.search(Search(QUERY, 5)), await release.search(Search(QUERY, 5, hybrid=0.0))
+        default, plain = await release.search(request(*QUERY, 5)), await release.search(request(*QUERY, 5, hybrid=0.0))
         assert default.hits == plain.hits
 
     world.play(scenario, ranking=RankingSettings(hybrid=0.9))
@@ -537,7 +540,7 @@ def test_collections_share_an_encoder_and_its_cache_but_neither_documents_nor_ch
         assert index.encoder is news.encoder
         sequence = await news.put([Document("new", "I q")])
         worlds["index-a"].encoder.calls.clear()
-        answers = [await one.search(Search(Question("q", "I"), 1)) for one in (index, news)]
+        answers = [await one.search(request("q", "I", 1)) for one in (index, news)]
         assert worlds["index-a"].encoder.calls == [1]  # one encoding for both
         assert [answer.hits[0].id for answer in answers] == [best("I q", 1)[0], "new"]
         assert [answer.sequence for answer in answers] == [0, sequence]

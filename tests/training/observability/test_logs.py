@@ -36,11 +36,6 @@ def test_a_resumed_run_removes_the_steps_that_it_repeats_even_if_lines_are_missi
     assert (resumed.step, resumed.kind, resumed.action) == (3, "resumed", "note")
 
 
-def test_a_new_run_has_no_events(tmp_path):
-    begin(tmp_path, 0)
-    assert read_events(tmp_path) == read_metrics(tmp_path) == []
-
-
 def test_only_whole_lines_are_read_and_only_newlines_end_them(tmp_path):
     assert read_metrics(tmp_path) == []
     append_metrics(tmp_path, {"step": 1, "text": "a\u2028b"})

@@ -103,15 +103,6 @@ def test_wandb_offline_has_every_step_once(tmp_path, monkeypatch):
     assert [row for file in files for row in wandb_history(file)] == LOSSES
 
 
-def test_failing_tracker_is_logged_and_disabled(tmp_path):
-    (tmp_path / "tensorboard").write_text("a file is where its directory should be")
-    failing = trackers_of("tensorboard", tmp_path, LINES[:2])
-    failing.log(LINES[2])
-    failing.close()
-    (event,) = read_events(tmp_path)
-    assert (event.step, event.kind, event.action) == (2, "tracker", "warn")
-
-
 SEEN = []
 
 

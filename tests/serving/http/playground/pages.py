@@ -14,7 +14,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from infembed_ray.serving.http.auth import ApiKeys
-from infembed_ray.serving.service import Document, SearchOutcome
+from infembed_ray.serving.schema import SearchResponse
+from infembed_ray.serving.service import Document
 from tests.serving.debug import CARD, DebugService, listening
 from tests.serving.http.clients import make_app
 
@@ -43,7 +44,7 @@ class Search(DebugService):
         self.documents = {document.id: document for document in DOCUMENTS}
         self.faults: list[Exception] = []
 
-    async def search(self, *question: Any) -> SearchOutcome:
+    async def search(self, *question: Any) -> SearchResponse:
         if self.faults:
             raise self.faults.pop(0)
         return await super().search(*question)
