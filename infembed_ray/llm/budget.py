@@ -11,8 +11,7 @@ from typing import Any
 
 from infembed_ray.config.llm import Limits
 from infembed_ray.errors import InputError
-from infembed_ray.llm.journal import decode, segments
-from infembed_ray.llm.journal_index import JournalIndex
+from infembed_ray.llm.journal import JournalIndex, decode, segments
 from infembed_ray.llm.journal_store import JournalPlace, sources
 from infembed_ray.llm.ledger import Ledger
 from infembed_ray.llm.prices import PriceTable

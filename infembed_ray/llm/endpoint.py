@@ -39,12 +39,6 @@ _PROBE_S = 10.0
 """Time for an endpoint to list its models."""
 _RETRYABLE = {408, 409, 425}  # besides 429 and every 5xx
 _MAYBE_PAID = {408, 502, 504, 520, 524}  # time-outs and gateway errors: the model behind may have answered
-_MEANINGS = (
-    (402, "insufficient_quota"),
-    (401, "invalid_api_key|authentication_error"),
-    (429, "rate.?limit|too.many.requests|resource_exhausted|throttl"),
-    (400, "invalid_request|invalid_argument|unsupported|bad.?request|too.long|policy|content.?filter"),
-)  # of errors without a status, the first that matches
 _NO_QUOTA = re.compile(r"insufficient_(quota|balance|funds|credit)|exceeded_current_quota|billing|payment_required")
 """Codes and types of errors that only a payment or a new month mends; their texts also name limits that last a minute."""
 _NUMBER = re.compile(r"\d+(\.\d*)?")
@@ -72,18 +66,13 @@ class ServerError(Unanswered):
 
 
 class ErrorBody(Unanswered):
-    """The endpoint answered HTTP 200 with an error; `status` is the HTTP status that has its meaning.
-
-    Gateways pass an error of the model behind them on like this.
-    """
+    """The endpoint answered HTTP 200 with an error, as gateways pass one on; `status` is its code, 502 if it has none."""
 
     def __init__(self, error: Any) -> None:
         self.body = json.dumps({"error": error}).encode()
         said, codes = error_message(self.body)
         super().__init__(said)
-        number = next((int(code) for code in codes.split() if re.fullmatch(r"[45]\d\d", code)), None)
-        words = f"{codes} {said}".lower()
-        self.status = number or next((status for status, word in _MEANINGS if re.search(word, words)), 502)
+        self.status = next((int(code) for code in codes.split() if re.fullmatch(r"[45]\d\d", code)), 502)
 
 
 class Route:

@@ -94,7 +94,8 @@ def test_transient_faults_are_retried_until_every_request_is_answered_once(
     tmp_path: Path, fault: dict[str, float]
 ) -> None:
     with stand_in(**fault) as server:
-        where = endpoint(server, max_retries=20, timeout_s=1.5 if "hang" in fault else 20)
+        retries = 0 if "rate_limited" in fault else 20  # a 429 uses up none
+        where = endpoint(server, max_retries=retries, timeout_s=1.5 if "hang" in fault else 20)
         got = using(where, tmp_path, lambda chat: ask_all(chat, QUERIES))
         log = server.log()
     assert all(f"query {number}:" in completion.text for number, completion in enumerate(got))
@@ -208,56 +209,10 @@ def test_an_endpoint_that_was_never_reached_ends_the_run(tmp_path: Path) -> None
         using(endpoint(url, max_retries=2), tmp_path, lambda chat: chat.complete(QUERIES[0]))
 
 
-def test_a_429_uses_up_no_retry(tmp_path: Path) -> None:
-    with stand_in(rate_limited=0.4, retry_after_s=0.01) as server:
-        got = using(endpoint(server, max_retries=0), tmp_path, lambda chat: ask_all(chat, QUERIES[:20]))
-    assert len(got) == 20
-
-
-@pytest.mark.parametrize("status", [429, 503])
-def test_a_retry_after_beyond_the_patience_ends_the_run_at_once(tmp_path: Path, status: int) -> None:
-    async def ask() -> None:
-        async def later(_: web.Request) -> web.Response:
-            return web.json_response({"error": {"message": "Later."}}, status=status, headers={"Retry-After": "7200"})
-
-        application = web.Application()
-        application.router.add_post("/v1/chat/completions", later)
-        async with TestServer(application) as server:
-            where = endpoint(f"http://127.0.0.1:{server.port}/v1", patience_s=60)
-            await within(where, tmp_path, lambda chat: chat.complete(QUERIES[0]))
-
-    said = rf"endpoint.base_url=.*: asks to wait 7200 s \(HTTP {status}: Later\.\); raise endpoint.patience_s"
-    with pytest.raises(RunFailure, match=said):
-        asyncio.run(ask())
-
-
 def test_a_request_that_only_gets_429s_fails_after_its_patience(tmp_path: Path) -> None:
     said = r"HTTP 429: Rate limit reached\.; .*tried \d+ times"
     with stand_in(rate_limited=1.0, retry_after_s=0.05) as server, pytest.raises(RowFailure, match=said):
         using(endpoint(server, patience_s=0.3), tmp_path, lambda chat: chat.complete(QUERIES[0]))
-
-
-@pytest.mark.parametrize("extra", ["[" * 10_000 + "]" * 10_000, "1" * 10_000], ids=["deep", "long number"])
-def test_a_response_beyond_pythons_parser_is_paid_once(tmp_path: Path, extra: str) -> None:
-    asked = []
-
-    async def handle(_: web.Request) -> web.Response:
-        asked.append(1)
-        body = f'{{"choices": [{{"message": {{"content": "yes"}}}}], "extra": {extra}}}'
-        return web.Response(text=body, content_type="application/json")
-
-    async def ask() -> None:
-        application = web.Application()
-        application.router.add_post("/v1/chat/completions", handle)
-        async with TestServer(application) as server:
-            where = endpoint(f"http://127.0.0.1:{server.port}/v1")
-            for _ in range(2):
-                got = await within(where, tmp_path, lambda chat: chat.complete(QUERIES[0]))
-                with pytest.raises(RowFailure, match="unreadable answer"):
-                    usable_text(got)
-
-    asyncio.run(ask())
-    assert len(asked) == 1
 
 
 SAID = {
@@ -297,79 +252,21 @@ def test_an_endpoint_that_breaks_stops_the_run_and_no_request_fails(tmp_path: Pa
     assert sum(each.replayed for each in got) == answered
 
 
-def test_a_server_that_stops_ends_the_run_after_the_patience_and_a_shorter_outage_is_survived(tmp_path: Path) -> None:
-    async def stop_and_start(chat: ChatClient, server: TestServer, pause_s: float) -> list[Any]:
-        await ask_all(chat, QUERIES[:5])
-        port = server.port
-        await server.close()
-        asking = asyncio.gather(*map(chat.complete, QUERIES[5:20]), return_exceptions=True)
-        await asyncio.sleep(pause_s)
-        async with TestServer(application(), port=port):
-            return await asking
+def test_an_outage_within_the_patience_is_survived_whatever_the_retries(tmp_path: Path) -> None:
+    statuses = iter([503] * 9)
 
-    def application() -> web.Application:
-        async def answer(_: web.Request) -> web.Response:
-            return web.json_response({"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]})
-
-        made = web.Application()
-        made.router.add_post("/v1/chat/completions", answer)
-        return made
-
-    async def run(patience_s: float, pause_s: float) -> list[Any]:
-        server = TestServer(application())
-        await server.start_server()
-        where = endpoint(f"http://127.0.0.1:{server.port}/v1", patience_s=patience_s, max_retries=1)
-        journal = tmp_path / str(patience_s)
-        return await within(where, journal, lambda chat: stop_and_start(chat, server, pause_s))
-
-    survived = asyncio.run(run(30, 3))
-    assert all(isinstance(each, Completion) for each in survived), survived
-    for each in asyncio.run(run(1, 4)):
-        assert isinstance(each, RunFailure)
-        assert re.search(r"no answer to small in \d+ s \(connection failed: .*\); mend it, or", str(each))
-
-
-def test_a_request_that_alone_gets_no_answer_fails_by_itself(tmp_path: Path) -> None:
-    async def answer(asked: web.Request) -> web.Response:
-        if "query 0" in await asked.text():
-            return web.json_response({"error": {"message": "no"}}, status=500)
-        return web.json_response({"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]})
-
-    async def ask() -> None:
-        application = web.Application()
-        application.router.add_post("/v1/chat/completions", answer)
-        async with TestServer(application) as server:
-            where = endpoint(f"http://127.0.0.1:{server.port}/v1", patience_s=60, max_retries=2)
-            await within(where, tmp_path, lambda chat: chat.complete(QUERIES[0]))
-
-    with pytest.raises(RowFailure, match="HTTP 500: no; tried 3 times"):
-        asyncio.run(ask())
-
-
-def test_azure_requests_have_deployment_version_and_api_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AZURE_KEY", "mine")
-    seen: list[tuple[str, str | None, str | None]] = []
-
-    async def handle(asked: web.Request) -> web.Response:
-        seen.append((asked.path_qs, asked.headers.get("api-key"), asked.headers.get("Authorization")))
-        message = {"role": "assistant", "content": "yes"}
-        return web.json_response(
-            {"choices": [{"message": message, "finish_reason": "stop"}], "model": "m", "usage": {}}
-        )
+    async def answer(_: web.Request) -> web.Response:
+        body = {"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]}
+        return web.json_response(body, status=next(statuses, 200))
 
     async def ask() -> Completion:
         application = web.Application()
-        application.router.add_post("/{any:.*}", handle)
+        application.router.add_post("/v1/chat/completions", answer)
         async with TestServer(application) as server:
-            where = endpoint(
-                str(server.make_url("/")),
-                api_key_env="AZURE_KEY",
-                api_version="2024-10-21",
-            )
-            return await within(where, tmp_path, lambda chat: chat.complete(passage_request("tea", "o p")))
+            where = endpoint(str(server.make_url("/v1")), patience_s=600, max_retries=1)
+            return await within(where, tmp_path, lambda chat: chat.complete(QUERIES[0]))
 
     assert asyncio.run(ask()).text == "yes"
-    assert seen == [("/openai/deployments/o%20p/chat/completions?api-version=2024-10-21", "mine", None)]
 
 
 # ---------------------------------------------------------------------------------------------------- the limits
@@ -395,12 +292,6 @@ def test_the_budget_includes_answers_that_never_arrive(tmp_path: Path) -> None:
         assert spent_usd(server) <= 0.02
         assert answered == len(server.log("answered")) == len(Journal(tmp_path))
     assert answered > 20
-
-
-def test_requests_in_flight_are_bounded(tmp_path: Path) -> None:
-    with stand_in(latency_s=0.3) as server:
-        using(endpoint(server), tmp_path, lambda chat: ask_all(chat, QUERIES[:28]), in_flight=7)
-        assert max(entry["in_flight"] for entry in server.log()) == 7
 
 
 def test_no_request_is_sent_twice(tmp_path: Path) -> None:

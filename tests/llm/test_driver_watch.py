@@ -86,8 +86,3 @@ def test_a_process_id_of_another_pid_namespace_is_not_watched(tmp_path: Path) ->
 
     assert asyncio.run(orphaned(here().namespace))
     assert not asyncio.run(orphaned(here().namespace + "0"))
-
-
-def test_without_pidfd_no_process_can_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("os.pidfd_open")
-    assert this_process() is None

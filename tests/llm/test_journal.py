@@ -1,11 +1,7 @@
 import asyncio
 import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -135,41 +131,6 @@ def test_a_refresh_finds_what_others_appended_since(tmp_path: Path) -> None:
     segment.write_bytes(torn)
     journal.refresh()
     assert text_of(journal, "b") == "answer to b"
-
-
-_WRITE_UNTIL_KILLED = """
-import asyncio, sys
-from pathlib import Path
-from infembed_ray.llm.journal import Journal
-from tests.support.chat import completion, request
-
-async def main():
-    journal = Journal(Path(sys.argv[1]))
-    async def one(number):
-        await journal.append(request(str(number)), completion("x" * 2000))
-        print(number, flush=True)
-    for start in range(0, 10**6, 20):
-        await asyncio.gather(*(one(start + offset) for offset in range(20)))
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.integration
-def test_confirmed_appends_survive_a_kill(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _WRITE_UNTIL_KILLED, str(tmp_path)]
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as writer:
-        assert writer.stdout is not None
-        confirmed = [writer.stdout.readline() for _ in range(150)]
-        writer.send_signal(signal.SIGKILL)
-        confirmed += writer.stdout.read().splitlines(keepends=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the kill may have cut the last line short
-        journal = Journal(tmp_path)
-    numbers = [line.strip() for line in confirmed if line.endswith("\n")]
-    assert len(numbers) >= 150
-    assert all(text_of(journal, number) == "x" * 2000 for number in numbers)
 
 
 def test_a_completion_is_on_disk_before_it_is_used_and_appends_share_syncs(

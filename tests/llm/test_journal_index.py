@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infembed_ray.llm import journal_index
-from infembed_ray.llm.journal_index import JournalIndex
+from infembed_ray.llm import journal
+from infembed_ray.llm.journal import JournalIndex
 
 
 def key(number: int) -> str:
@@ -24,7 +24,7 @@ def test_the_index_behaves_like_a_dict_with_setdefault(
     expected: dict[int, tuple[int, int]] = {}
     index = JournalIndex()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal_index, "RECENT", recent)
+        patch.setattr(journal, "RECENT", recent)
         for number, place in added:
             index.add(key(number), *place)
             expected.setdefault(number, place)

@@ -6,7 +6,6 @@ import pytest
 
 from infembed_ray.errors import InputError
 from infembed_ray.llm import prices
-from infembed_ray.storage.object_store import Folder
 from tests.support.chat import completion
 
 TABLE = prices.PriceTable("2026-01-01", {"small": (0.5, 2.0)})
@@ -49,11 +48,6 @@ def test_a_price_file_overrides_the_bundled_prices(tmp_path: Path) -> None:
     assert table.price("my-model") == (1.0, 2.0, 0.5)
     assert table.price("gpt-4o-mini-2024-07-18") == (0.1, 0.2)
     assert table.price("gpt-4o") == prices.load().price("gpt-4o")
-
-
-def test_an_own_table_may_be_in_an_object_store(bucket: str) -> None:
-    Folder(bucket).write("own.yaml", "as_of: 2026-10-01\nmodels:\n  my-model: [1.0, 2.0]\n")
-    assert prices.load(f"{bucket}/own.yaml").price("my-model") == (1.0, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -26,34 +26,6 @@ def test_json_that_fits_the_schema_is_read_as_labelled_text(value: str) -> None:
     assert labelled("query", QUERY.as_text(answer)).strip() == value
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.just("query"), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-def queries(value: object) -> list[str]:
-    """All texts named `query` in a JSON value, the outermost last."""
-    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-    own = [value["query"]] if isinstance(value, dict) and isinstance(value.get("query"), str) else []
-    return [query for each in inner for query in queries(each)] + own
-
-
-@given(json_values)
-def test_json_is_read_exactly_if_the_schema_allows_it(value: object) -> None:
-    answer = json.dumps(value)
-    found = queries(value)
-    if not found:
-        with pytest.raises(Malformed):
-            QUERY.as_text(answer)
-    else:
-        text = QUERY.as_text(answer)
-        assert text in {f"Query: {query.strip()}" for query in found}
-        if isinstance(value, dict) and isinstance(value.get("query"), str):
-            assert text == f"Query: {value['query'].strip()}"
-
-
 @pytest.mark.parametrize(
     "around",
     [

@@ -157,14 +157,6 @@ def test_the_timeout_holds_for_the_head_and_for_the_body(response: bytes) -> Non
         posting(Server(response, pause_s=2.0), timeout_s=0.2)
 
 
-def test_an_unreachable_server_is_an_error_of_the_connection() -> None:
-    async def use(transport: Transport, url: str) -> None:
-        await transport.post(Target("http://localhost:1/v1", {}, None, 5.0), b"{}")
-
-    with pytest.raises((aiohttp.ClientError, OSError)):
-        using(Server(), use)
-
-
 def test_a_proxy_gets_the_whole_address() -> None:
     proxy = Server(OK)
 

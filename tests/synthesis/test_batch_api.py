@@ -49,21 +49,13 @@ def test_a_batch_teaches_the_parameters_that_the_model_takes(tmp_path: Path) -> 
     assert report.answered > 20
 
 
-def test_a_batch_holds_at_most_most_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_api, "MOST_REQUESTS", 8)
-    with stand_in() as server:
-        fill(settings(server), tmp_path)
-        sizes = Counter(entry["batch"] for entry in server.log("answered"))
-        first = [sizes[entry["batch"]] for entry in server.log("submitted")[:3]]
-    assert sorted(first) == [4, 8, 8]
-    assert max(sizes.values()) == 8
-
-
-def test_an_upload_holds_at_most_most_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_api, "MOST_BYTES", 20_000)
+@pytest.mark.parametrize(("bound", "value"), [("MOST_REQUESTS", 8), ("MOST_BYTES", 20_000)])
+def test_a_batch_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, value: int) -> None:
+    monkeypatch.setattr(batch_api, bound, value)
     with stand_in() as server:
         report = fill(settings(server), tmp_path)
         assert answered_most(server) == 1
+        assert bound == "MOST_BYTES" or max(Counter(entry["batch"] for entry in server.log("answered")).values()) == 8
     assert report.batches > 8
     assert report.unanswered == {}
 
@@ -123,16 +115,6 @@ def test_a_refused_request_is_not_batched_again_and_does_not_stop_the_others(tmp
         assert report.unanswered == {"invalid_request_error": refused}
         assert len(report.left_out) == refused > 0
         assert outcomes(given, tmp_path).count(None) == refused
-
-
-def test_refused_cut_off_and_empty_answers_count_as_answers(tmp_path: Path) -> None:
-    with stand_in(refusal=0.05, cut_off=0.05, empty=0.05) as server:
-        given = settings(server)
-        assert fill(given, tmp_path).unanswered == {}
-        assert answered_most(server) == 1
-        kinds = Counter(outcome.kind for outcome in outcomes(given, tmp_path) if outcome)
-    assert kinds["dead_letter"] > 0
-    assert kinds.total() == len(SEEDS)
 
 
 def test_a_batch_that_fails_its_validation_is_tried_again_and_not_asked_online(tmp_path: Path) -> None:

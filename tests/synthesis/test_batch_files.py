@@ -1,11 +1,10 @@
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
-from infembed_ray.llm.chat import Completion, Request, RowFailure, RunFailure
-from infembed_ray.synthesis.batch_files import LEFT_OUT, NoAnswer, RequestBatch, leaving_out, pending, read_answers
+from infembed_ray.llm.chat import RunFailure
+from infembed_ray.synthesis.batch_files import NoAnswer, RequestBatch, pending, read_answers
 from tests.support.chat import request
 
 
@@ -21,20 +20,6 @@ def test_a_batch_is_read_as_it_was_prepared_and_is_pending_until_it_is_collected
         assert pending(tmp_path) == ([file] if is_pending else [])
     batch.discard()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_request_that_batches_left_unanswered_is_never_sent() -> None:
-    sent: list[Request] = []
-
-    async def complete(asked: Request) -> Completion:
-        sent.append(asked)
-        return Completion("yes", "stop", "", 1, 1)
-
-    ask = leaving_out(complete, {request("a").key: "batch_expired"})
-    with pytest.raises(RowFailure, match=f"{LEFT_OUT}: batch_expired"):
-        asyncio.run(ask(request("a")))
-    assert asyncio.run(ask(request("b"))).text == "yes"
-    assert sent == [request("b")]
 
 
 def test_an_unreadable_line_leaves_only_its_own_request_unanswered(tmp_path: Path) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infembed_ray.config.synthesis import SynthesizeSettings
-from infembed_ray.llm.chat import Completion, Request, RunFailure
-from infembed_ray.llm.journal import Journal
+from infembed_ray.llm.chat import Completion
 from infembed_ray.records.tables import SCENARIOS
 from infembed_ray.synthesis.circuit_breaker import CircuitBreaker
 from infembed_ray.synthesis.judge import ORDER
@@ -121,46 +119,6 @@ def test_the_seed_draws_the_audits_in_their_share() -> None:
     assert first == audited(0) != audited(1)
 
 
-@pytest.mark.parametrize("audit", [0.0, 1.0])
-def test_a_row_killed_after_each_answer_resumes_from_the_journal_and_pays_for_nothing_twice(
-    tmp_path: Path, audit: float
-) -> None:
-    """Each process journals one more answer and is killed, until the journal answers all."""
-    given = settings(cheap_judge={"model": "gpt-4o-mini", "audit": audit, "max_tokens": 500})
-    cut_off = Completion("Answer: 1", "length", "cheap", 1000, 500)  # twice: it is asked again with a higher cap
-    model = Model() if audit else Model(cheap_judge_negative_query=cut_off, cheap_judge_positive=wrong_at(2))
-
-    async def until_killed() -> Outcome | None:
-        journal = Journal(tmp_path)
-
-        async def complete(request: Request) -> Completion:
-            completion = journal.get(*request.keys)
-            if completion is None:
-                await journal.append(request, await model(request))
-                raise RunFailure("killed")
-            return completion
-
-        try:
-            return await synthesize(SEED, POOL, given, complete)
-        except RunFailure:
-            return None
-        finally:
-            journal.close()
-
-    rows = [asyncio.run(until_killed()) for _ in range(18)]
-    asked = [*WRITING, *(step for step in CHEAP for _ in range(2))]
-    assert [call.step for call in model.calls] == asked + (JUDGING if audit else [JUDGING[0], JUDGING[2]])
-    assert rows.count(None) == len(model.calls)
-    assert rows[-1] is not None
-    assert (rows[-1].kind, rows[-1].replayed.calls, rows[-1].paid.calls) == ("kept", len(model.calls), 0)
-
-
-def test_a_step_of_the_cheap_judge_can_have_its_own_model() -> None:
-    model = Model()
-    outcome(model, settings(steps={"cheap_judge_positive": {"model": "gpt-5-nano"}}))
-    assert {call.step for call in model.calls if call.model == "gpt-5-nano"} == {"cheap_judge_positive"}
-
-
 def test_records_that_only_the_cheap_judge_saw_do_not_hide_a_judge_that_fails_always() -> None:
     given = settings(complement=True)
     breaker = CircuitBreaker(given, alike=3)
@@ -175,12 +133,3 @@ def test_records_that_only_the_cheap_judge_saw_do_not_hide_a_judge_that_fails_al
 
 async def _run(breaker: CircuitBreaker, model: Model, given: SynthesizeSettings) -> None:
     breaker.add(await synthesize(SEED, POOL, given, breaker.watch(model)))
-
-
-def test_a_cheap_judge_that_fails_always_stops_the_run_with_its_setting() -> None:
-    breaker = CircuitBreaker(settings(), alike=3)
-    for number in range(3):
-        row = {"id": str(number), "step": CHEAP[0], "error": "HTTP 400: no"}
-        breaker.add(Outcome("dead_letter", row, Spend(), Spend()))
-    assert breaker.failure is not None
-    assert breaker.failure.startswith("cheap_judge.model=gpt-4o-mini: step cheap_judge_negative_query")

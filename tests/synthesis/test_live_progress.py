@@ -20,8 +20,7 @@ def test_the_note_has_forecast_and_load_and_a_warning_is_printed_once(
     traffic, notes = Traffic(rate_limited=3), list[str]()
 
     def stats() -> LedgerStats:
-        for _ in range(50):
-            traffic.add_answer(0.1)
+        traffic.answered += 50
         return replace(Ledger(Limits()).stats(), in_flight=7, spent_usd=1.25, traffic=traffic, warnings=("slow",))
 
     def advance(n: int = 1, note: str = "") -> None:
