@@ -27,7 +27,7 @@ def settings(minilm, tmp_path_factory):
     index = Index.build(PASSAGES, encoder, root / "index", factory="Flat", vectors="float32")
     rows = [{"query": passage[12:40], "positives": [passage]} for passage in PASSAGES]
     file = write_jsonl(root / "tuples.jsonl", rows)
-    return MineSettings(records=str(file), index=str(index.path), output=str(root / "out"), negatives=25)
+    return MineSettings(records=str(file), index=str(index.path), output=str(root / "out"), negatives=40)
 
 
 @pytest.mark.slow
@@ -37,7 +37,7 @@ def test_any_number_of_actors_and_an_interruption_give_the_same(ray_cluster, set
     alone = Miner(settings, settings.index, None, "cpu").mine(rows, known_positives(lambda: rows))
     published = distributed.run(settings)
     assert list(tuples.stream(published.path, "records")) == alone.rows
-    short = sum(len(row.negatives) < 25 for row in alone.rows)
+    short = sum(len(row.negatives) < 40 for row in alone.rows)
     assert short
     assert published.manifest["counts"] == {
         "tuples": 40, "mined": alone.mined, "too_similar": alone.too_similar, "short": short,
@@ -68,7 +68,7 @@ def test_the_check_says_what_would_be_mined(settings, tmp_path):
     lines = list(distributed.describe(settings.model_copy(update={"output": str(tmp_path / "new")})))
     assert f"tuples: 40 of {settings.records}" in lines
     assert any(line.startswith("index ") and "40 passages, model " in line for line in lines)
-    assert "negatives: 25 of 125 passages per tuple, judged by the index's encoder" in lines
+    assert "negatives: 40 of 200 passages per tuple, judged by the index's encoder" in lines
     assert not (tmp_path / "new").exists()
 
 
