@@ -40,64 +40,28 @@ _EXIT_STATUS = pytest.StashKey[int]()
 _CLUSTER_HANGS = pytest.StashKey[bool]()
 
 
-class Head:
-    """A local Ray cluster of one node, whose processes serve all modules of a test session."""
-
-    def __init__(self) -> None:
-        self.cluster: Any = None
-
-    def address(self) -> str:
-        from ray.cluster_utils import Cluster
-
-        if self.cluster is None:
-            node = {"num_cpus": 4, "object_store_memory": 80 * 2**20, "include_dashboard": False}
-            self.cluster = Cluster(initialize_head=True, head_node_args=node)
-        return str(self.cluster.address)
-
-    def stop(self) -> None:
-        if self.cluster is not None:
-            self.cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
-        self.cluster = None
-
-
-@pytest.fixture(scope="session")
-def ray_head(bucket: str) -> Iterator[Head]:
-    """Its processes get the environment of `bucket`, because the fixture starts first."""
-    head = Head()
-    yield head
-    head.stop()
-
-
 @pytest.fixture(scope="module")
-def ray_cluster(ray_head: Head, request: pytest.FixtureRequest) -> Iterator[None]:
-    """The session's Ray cluster, as a new driver: a module finds no application and no actor of the one before.
+def ray_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A local Ray cluster for all tests of a module.
 
-    A process does not stay connected for the session, because some later call to the cluster is never answered
-    (Ray 2.60; docs/bugs-and-lessons.md). For the same reason tests without a cluster run first.
+    Its scope is not the session: in a process that stays connected for long, some later call to the cluster is never
+    answered (Ray 2.60; docs/bugs-and-lessons.md). For the same reason tests without a cluster run first.
     """
     import ray
 
-    ray.init(address=ray_head.address(), log_to_driver=False)
-    ray.data.DataContext.get_current().enable_progress_bars = False
+    ray.init(address="local", num_cpus=4, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False)
+    data = ray.data.DataContext.get_current()
+    data.enable_progress_bars = False
+    node = ray._private.worker._global_node
     yield
     # A call without an answer would block for ever; killing the cluster ends it.
-    leaving = threading.Thread(target=_leave_cluster, daemon=True)
-    leaving.start()
-    leaving.join(SHUTDOWN_S)
-    if leaving.is_alive():
-        ray_head.stop()
-        leaving.join(SHUTDOWN_S)
-        request.config.stash[_CLUSTER_HANGS] = leaving.is_alive()
-
-
-def _leave_cluster() -> None:
-    import ray
-    from ray import serve
-
-    serve.shutdown()
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        ray.kill(ray.get_actor(**actor))
-    ray.shutdown()
+    shutdown = threading.Thread(target=ray.shutdown, daemon=True)
+    shutdown.start()
+    shutdown.join(SHUTDOWN_S)
+    if shutdown.is_alive():
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
+        shutdown.join(SHUTDOWN_S)
+        request.config.stash[_CLUSTER_HANGS] = shutdown.is_alive()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -108,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = getattr(item, "fixturenames", ())
         if "ray_cluster" in fixtures:
             item.add_marker("ray")
-        elif {"bucket", "faulty"} & set(fixtures):
+        if {"bucket", "faulty"} & set(fixtures):
             item.add_marker("integration")
         if "browser" in fixtures:
             item.add_marker("slow")
