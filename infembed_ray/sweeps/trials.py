@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from infembed_ray.config.base import Kind, Settings, with_texts
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.config.training import TrainSettings
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, check_all
 from infembed_ray.evaluation.inputs import describe_tasks
 from infembed_ray.evaluation.inputs import resolve as resolve_evaluation
 from infembed_ray.evaluation.results import Results
@@ -200,13 +201,25 @@ def describe(settings: SweepSettings) -> Iterator[str]:
     """Check one training per row and backbone, and the evaluation of the first trial: the others differ by seed or row."""
     planned, seeds = trials(settings), len(settings.seeds)
     yield f"output {settings.output}: finished trials are not repeated"
-    designs = [(t, t.train) for t in planned if t.train is not None and t.seed == settings.seeds[0]]
+    designs = [t for t in planned if t.train is not None and t.seed == settings.seeds[0]]
     yield f"trials: {len(planned):,}, of which {len(designs) * seeds:,} train ({counted(seeds, 'seed')} per row and model)"
-    for trial, train in designs:
-        lines = list(describe_training(train))
-        yield from (f"{trial.name}: {line}" for line in lines if line.startswith(("steps", "memory", "disk")))
     first = planned[0]
-    model = first.untrained or next(train.model for _, train in designs)
-    inputs = resolve_evaluation(first.evaluate.model_copy(update={"models": {first.row: model}}), share_corpora=False)
+    model = first.untrained or first.train.model  # type: ignore[union-attr]
+    evaluation = first.evaluate.model_copy(update={"models": {first.row: model}})
+    inputs, *trainings = check_all(
+        lambda: resolve_evaluation(evaluation, share_corpora=False), *(partial(_describe, trial) for trial in designs)
+    )
+    for lines in trainings:
+        yield from lines
     yield from describe_tasks(inputs)
     yield "{:,} queries and {:,} passages per trial".format(*inputs.size)
+
+
+def _describe(trial: Trial) -> list[str]:
+    """Return what a training needs; InputError with its row."""
+    assert trial.train is not None
+    try:
+        lines = list(describe_training(trial.train))
+    except InputError as error:
+        raise error.within(f"row {trial.row}, {trial.model}: ") from error
+    return [f"{trial.name}: {line}" for line in lines if line.startswith(("steps", "memory", "disk"))]
