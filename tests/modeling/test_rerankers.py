@@ -24,7 +24,7 @@ NURSES = Query("1", "how is aspirin dosed", "for nurses")
 PLAIN = Query("2", "what is bread")
 PASSAGES = ["aspirin is a drug", "bread is baked from flour and water " * 4, "", "no brand names, in plain words " * 2]
 PAIRS = [(query, passage) for query in (NURSES, PLAIN) for passage in PASSAGES]
-MONOT5 = baselines.entries()["monot5-base"].settings
+MONOT5 = baselines.resolve("monot5", "monot5-base")
 PROMPT = "Query: {query}\nDocument: {passage}\nRelevant:"
 
 
