@@ -1,4 +1,4 @@
-"""`infembed plan train`: memory and time of a training.
+"""`infembed plan train`: memory, time and cost of a training.
 
 Batches are collated and laid out by the training's own code and counted; `planning.memory` computes the bytes. The time of a step
 is model FLOPs / (peak x MFU), with the FLOPs that activation checkpointing and GradCache repeat.
@@ -141,8 +141,8 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
     # GradCache repeats every forward pass but the last; checkpointing repeats each. A forward pass is a third.
     repeated = 1 - 1 / work.passes if settings.grad_cache_tokens else 0.0
     repeated += settings.activation_checkpointing
-    price = settings.gpu_usd_per_hour
     seconds = work.flops * (1 + repeated / 3) / ((peak_flops(name, dtype) or math.inf) * settings.mfu)
+    hours, price = seconds * work.steps / 3600, settings.gpu_usd_per_hour
     return TrainPlan(
         model=settings.model,
         gpus=settings.workers,
@@ -153,8 +153,8 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
         memory=memory,
         start=start_memory(size, settings.workers, deepspeed_config.deepspeed_config(settings)) + memory.framework,
         step_seconds=seconds,
-        hours=seconds * work.steps / 3600,
-        usd=None if price is None else seconds * work.steps / 3600 * settings.workers * price,
+        hours=hours,
+        usd=None if price is None else hours * settings.workers * price,
     )
 
 
