@@ -53,7 +53,7 @@ InstructedFormat = Annotated[str, _format("query", optional="instruction")]
 QueryFormat = Annotated[str, _format("query")]
 PassageFormat = Annotated[str, _format("passage")]
 PairFormat = Annotated[str, _format("query", "passage")]
-RetrieverKind = Literal["encoder", "sentence_transformers", "api", "bm25", "run", "seq2seq", "classifier", "causal"]
+RetrieverKind = Literal["encoder", "api", "bm25", "run", "seq2seq", "classifier", "causal"]
 
 _PROMPTS = ("instructed_query", "plain_query")
 _MODEL = ("model", "revision", "dtype")
@@ -64,7 +64,6 @@ TAKES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("model",),
         (*_MODEL, "adapter", *_PROMPTS, *_EMBEDDER, "pooling", "append_eos", "bidirectional"),
     ),
-    "sentence_transformers": (("model", *_PROMPTS, "passage"), (*_MODEL, *_EMBEDDER)),
     "api": (("model", *_PROMPTS), ("passage", "dimensions", "endpoint")),
     "bm25": (_PROMPTS, ("bm25",)),
     "run": (("model",), ()),

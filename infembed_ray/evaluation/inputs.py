@@ -26,7 +26,7 @@ from infembed_ray.storage import steps
 from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place, address
 
-ENCODER_KINDS = ("encoder", "sentence_transformers", "api")
+ENCODER_KINDS = ("encoder", "api")
 RANKER_KINDS = ("bm25", "run")
 
 

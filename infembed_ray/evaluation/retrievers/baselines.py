@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -25,7 +24,6 @@ from infembed_ray.storage.places import Place, address, place_of
 FILE = Path(__file__).with_name("baselines.yaml")
 _CLASSES = {
     "encoder": ("evaluation.retrievers.encoders", "CheckpointEncoder"),
-    "sentence_transformers": ("evaluation.retrievers.encoders", "SentenceTransformersEncoder"),
     "api": ("evaluation.retrievers.api", "ApiEncoder"),
     "bm25": ("evaluation.retrievers.bm25", "Bm25Ranker"),
     "run": ("evaluation.retrievers.runs", "RunRanker"),
@@ -118,13 +116,6 @@ def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str,
         InputError: there is no such model, or a package is missing.
     """
     kind, names = settings.kind, {"retriever": json.dumps(settings.identity(), sort_keys=True)}
-    if kind == "sentence_transformers" and importlib.util.find_spec("sentence_transformers") is None:
-        raise InputError.of(
-            where,
-            settings.baseline or settings.model,
-            "needs the package sentence-transformers",
-            "pip install 'infembed-ray[sentence-transformers]'",
-        )
     if kind == "bm25":
         from infembed_ray.modeling import terms
 
