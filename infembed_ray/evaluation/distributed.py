@@ -18,7 +18,7 @@ from ray.data import ActorPoolStrategy
 
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import differences, obedience, obedience_gates, results, tables
+from infembed_ray.evaluation import differences, obedience, obedience_gates
 from infembed_ray.evaluation.chunks import Chunk, of_pairs, of_passages, of_queries, shared
 from infembed_ray.evaluation.differences import Difference, Kept
 from infembed_ray.evaluation.embeddings import Store
@@ -32,7 +32,7 @@ from infembed_ray.evaluation.inputs import (
 )
 from infembed_ray.evaluation.metrics import Run, ranks
 from infembed_ray.evaluation.obedience import Controls
-from infembed_ray.evaluation.paper.results_report import of_evaluation
+from infembed_ray.evaluation.paper import results_report
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.retrievers import baselines, runs
 from infembed_ray.evaluation.retrievers.retriever import Ranker
@@ -71,10 +71,7 @@ def run(settings: EvaluateSettings) -> steps.Published:
         figures, differing = _evaluate(settings, inputs, staging.path / runs.RUNS)
         staging.counts = {"tasks": len(inputs.tasks), "queries": queries, "passages": passages}
         staging.facts = {"figures": figures.figures}
-        results.write(staging.path, figures)
-        report = of_evaluation(settings.output, figures, differing)
-        (staging.path / tables.TABLE_FILE).write_text(report.as_markdown(with_paper=False), encoding="utf-8")
-        (staging.path / tables.REPORT_FILE).write_text(report.as_html(), encoding="utf-8")
+        report = results_report.write(staging.path, settings.output, figures, differing)
     say(report.as_text())
     obedience_gates.require(settings, published := step.published())
     return published

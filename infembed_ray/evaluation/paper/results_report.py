@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
 from infembed_ray.config.base import nearest
 from infembed_ray.config.evaluation import ReportSettings
@@ -157,6 +158,15 @@ def _compose(settings: ReportSettings, paths: Mapping[str, Place]) -> Report:
 def of_evaluation(output: str, evaluated: Results, differences: Sequence[Difference] = ()) -> Report:
     """Make the report of a single evaluation, whose output is at this path."""
     return Report.from_collection({"results": output}, collect({"results": evaluated}), differences=differences)
+
+
+def write(directory: Path, output: str, evaluated: Results, differences: Sequence[Difference] = ()) -> Report:
+    """Write the results of an evaluation or a sweep into a directory, with their report; return the report."""
+    results.write(directory, evaluated)
+    report = of_evaluation(output, evaluated, differences)
+    (directory / tables.TABLE_FILE).write_text(report.as_markdown(with_paper=False), encoding="utf-8")
+    (directory / PAGE).write_text(report.as_html(), encoding="utf-8")
+    return report
 
 
 def describe(settings: ReportSettings) -> Iterator[str]:
