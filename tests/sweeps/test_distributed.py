@@ -118,7 +118,9 @@ def test_finished_sweep_is_not_repeated(published, values):
 def test_failing_trial_is_named_and_others_continue(published, values, capsys):
     before = manifests(values)
     wider = values | {"variants": {"too wide": {"matryoshka": [4096]}}, "seeds": [1]}
-    with pytest.raises(InputError, match=r"1 of 3 trials failed, the first: too wide, tiny, seed 1: InputError: matryoshka"):
+    with pytest.raises(
+        InputError, match=r"1 of 3 trials failed, the first: too wide, tiny, seed 1: InputError: matryoshka"
+    ):
         run(SweepSettings.from_mapping(wider))
     assert before.items() <= manifests(values).items()
     assert "failed: too wide, tiny, seed 1" in capsys.readouterr().out
