@@ -21,7 +21,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation import differences, obedience, obedience_gates
 from infembed_ray.evaluation.chunks import Chunk, of_pairs, of_passages, of_queries, shared
 from infembed_ray.evaluation.differences import Difference, Kept
-from infembed_ray.evaluation.embeddings import Store
+from infembed_ray.evaluation.embeddings import Store, read_all, write
 from infembed_ray.evaluation.inputs import (
     ENCODER_KINDS,
     RANKER_KINDS,
@@ -42,7 +42,7 @@ from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, errors_of_tasks
 from infembed_ray.storage import steps
-from infembed_ray.storage.places import Place, address, place_of
+from infembed_ray.storage.places import Place, address, errors_at, place_of
 
 _MESSAGE_CHARACTERS = 60
 _OUTSIDE_TRIALS = "DEFAULT"
@@ -145,11 +145,11 @@ def _encode_and_search(
     files = _compute_chunks("encode", settings, model, chunks, inputs.store)
     with track(f"search {model.label}", inputs.size[0]) as advance:
         for task in inputs.tasks:
-            embeddings = [(files[chunk], chunk.size) for chunk in passages[task.name]]
+            embeddings = [files[chunk] for chunk in passages[task.name]]
             searches = [
                 _search.options(num_gpus=settings.gpus_per_actor).remote(
                     _without_corpus(task, chunk.queries),
-                    (files[chunk], chunk.size),
+                    files[chunk],
                     task.corpus_file,
                     embeddings,
                     settings.depth,
@@ -180,7 +180,7 @@ def _rerank(
     for task in inputs.tasks:
         run: dict[str, dict[str, float]] = {query.id: {} for query in task.queries}
         ids = task.corpus["id"]
-        stored = Store.read_all([(files[chunk], chunk.size) for chunk in pairs[task.name]])
+        stored = read_all(files[chunk] for chunk in pairs[task.name])
         for chunk, scores in zip(pairs[task.name], stored, strict=True):
             documents = [ids[row].as_py() for row in chunk.rows]  # `take` copies the whole column
             run[chunk.queries[0].id] |= zip(documents, scores.tolist(), strict=True)
@@ -254,8 +254,9 @@ class ComputeChunk:
     def _ensure(self, chunk: Chunk) -> tuple[Place, bool]:
         texts = chunk.texts()
         file = self._store.file(part for text in texts for part in text)
-        if self._store.holds(file, chunk.size):
-            return file, False
+        with errors_at(file, "embeddings"):
+            if file.is_file():
+                return file, False
         array = chunk.compute(self._load())
         broken = np.flatnonzero(~np.isfinite(array.reshape(chunk.size, -1)).all(axis=1))
         if broken.size:
@@ -269,7 +270,7 @@ class ComputeChunk:
                 f"its {what} of {kind} {text!r} is not finite, like {broken.size} of the {chunk.size} in this chunk",
                 "the weights are damaged or training diverged: give another checkpoint",
             )
-        self._store.write(file, array)
+        write(file, array)
         return file, True
 
 
@@ -308,17 +309,17 @@ def _compute_chunks(
 @ray.remote(scheduling_strategy=_OUTSIDE_TRIALS)
 def _search(
     task: Task,
-    queries: tuple[Place, int],
+    queries: Place,
     corpus: Place,
-    passages: Sequence[tuple[Place, int]],
+    passages: Sequence[Place],
     depth: int,
     device: str,
 ) -> dict[str, dict[str, float]]:
-    """Rank a task's queries, given the files (and rows) of their embeddings and of the passages' embeddings."""
+    """Rank a task's queries, given the files of their embeddings and of the passages' embeddings."""
     restricted = any(task.excluded.values())
     rankings = exact_search(
-        next(Store.read_all([queries])),
-        Store.read_all(passages),
+        next(read_all([queries])),
+        read_all(passages),
         shared(corpus)["id"],
         depth,
         candidates=None if task.candidates is None else [task.candidates[query.id] for query in task.queries],
