@@ -175,7 +175,7 @@ class EvaluateSettings(Settings):
     tasks: tuple[str, ...] = Field(
         (),
         description="tasks or benchmarks by name (followir/core17, bright), data sets of the hub (mteb/scifact), "
-        "directories in the layout of mteb or BEIR, or files of judgements, for runs",
+        "or directories in the layout of mteb or BEIR",
     )
     measures: tuple[str, ...] = runtime_field(  # the tasks' figures are part of their contents
         (),

@@ -100,10 +100,6 @@ def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> Evaluatio
         file = share(task.corpus, place) if share_corpora else place / name_of(task.corpus)
         tasks[number] = replace(task, corpus=shared(file) if share_corpora else task.corpus, corpus_file=file)
     _require_candidates(settings, models, tasks)
-    for task in tasks:
-        if task.only_runs and (unusable := [model.label for model in models if model.retriever.kind != "run"]):
-            fault = f"holds judgements alone, so models.{unusable[0]} has no texts to rank"
-            raise InputError.of("tasks", task.name, fault, "give a directory with a corpus, or models of kind run")
     return EvaluationInputs(models, tasks, store, data)
 
 

@@ -152,7 +152,7 @@ def test_published_counts_tasks_and_models(published, settings):
     assert "query first" in Page((published.path / "report.html").read_text()).text
 
 
-def test_two_runs_are_compared_by_judgements_alone_without_ray(tmp_path, monkeypatch):
+def test_two_runs_are_compared_without_ray(tmp_path, monkeypatch):
     """Values and significance by pytrec_eval and by all exchanges of the five differences."""
     monkeypatch.setattr("infembed_ray.evaluation.distributed.connect", lambda: pytest.fail("no cluster is needed"))
     rng = np.random.default_rng(1)
@@ -160,17 +160,20 @@ def test_two_runs_are_compared_by_judgements_alone_without_ray(tmp_path, monkeyp
     rankings = {
         name: {q: {f"d{d}": float(rng.random()) for d in range(12)} for q in qrels} for name in ("theirs", "mine")
     }
-    lines = [f"{q} 0 {d} {grade}\n" for q, judged in qrels.items() for d, grade in judged.items()]
-    (tmp_path / "qrels.txt").write_text("".join(lines))
+    write_jsonl(tmp_path / "corpus.jsonl", [{"_id": f"d{d}", "text": f"passage {d}"} for d in range(12)])
+    write_jsonl(tmp_path / "queries.jsonl", [{"_id": q, "text": f"query {q}"} for q in qrels])
+    judged = [{"query-id": q, "corpus-id": d, "score": grade} for q in qrels for d, grade in qrels[q].items()]
+    (tmp_path / "qrels").mkdir()
+    write_jsonl(tmp_path / "qrels" / "test.jsonl", judged)
     for name, ranking in rankings.items():
         lines = [f"{q} Q0 {d} 0 {score!r} x\n" for q, docs in ranking.items() for d, score in docs.items()]
         (tmp_path / f"{name}.run").write_text("".join(lines))
     given = {name: {"kind": "run", "model": str(tmp_path / f"{name}.run")} for name in rankings}
-    settings = {"tasks": [f"{tmp_path}/qrels.txt"], "measures": ["nDCG@10"], "models": given}
+    task = str(tmp_path)
+    settings = {"tasks": [task], "measures": ["nDCG@10"], "models": given}
 
     done = run(EvaluateSettings(**settings, output=str(tmp_path / "out")))
 
-    task = f"{tmp_path}/qrels.txt"
     found = results.read(done.path)
     evaluator = pytrec_eval.RelevanceEvaluator(qrels, {"ndcg_cut.10"})
     for name, ranking in rankings.items():

@@ -109,31 +109,31 @@ class Sheet:
         return [f"{row}, {', '.join(columns)}: {remark}" for (row, remark), columns in places.items()]
 
 
-class _Evaluated:
-    """The models that have any of some columns, and their numbers."""
+def _evaluated(collection: CombinedResults, columns: Sequence[Column]) -> list[ReportedModel]:
+    """Return the models that have any of some columns."""
+    return [m for m in collection.models.values() if any(m.key in collection.cells(column) for column in columns)]
 
-    def __init__(self, collection: CombinedResults, columns: Sequence[Column]) -> None:
-        self._columns = [(column, collection.cells(column)) for column in columns]
-        self.models = [m for m in collection.models.values() if any(m.key in cell_of for _, cell_of in self._columns)]
 
-    def numbers(self, model: ReportedModel | None) -> tuple[Number | None, ...]:
-        return tuple(
-            None
-            if model is None or model.key not in cell_of
-            else Number.from_cell(column, cell_of[model.key], model.spread(column))
-            for column, cell_of in self._columns
-        )
+def _numbers(
+    collection: CombinedResults, columns: Sequence[Column], model: ReportedModel | None
+) -> tuple[Number | None, ...]:
+    """Format the numbers of a model; None where it has none."""
+    cells = [collection.cells(column).get(model.key) if model else None for column in columns]
+    return tuple(
+        None if cell is None or model is None else Number.from_cell(column, cell, model.spread(column))
+        for column, cell in zip(columns, cells, strict=True)
+    )
 
 
 def ours(collection: CombinedResults) -> list[Sheet]:
     """Make one table per benchmark, with all models that were evaluated on it; a sweep's models are grouped by backbone."""
     sheets = []
     for benchmark, columns in tables.columns(collection.results).items():
-        evaluated = _Evaluated(collection, columns)
-        backbones = list(dict.fromkeys(model.backbone for model in evaluated.models))
+        models = _evaluated(collection, columns)
+        backbones = list(dict.fromkeys(model.backbone for model in models))
         lines = [
-            Line(model.shown, True, model.backbone or "", evaluated.numbers(model), len(model.runs))
-            for model in sorted(evaluated.models, key=lambda model: backbones.index(model.backbone))
+            Line(model.shown, True, model.backbone or "", _numbers(collection, columns, model), len(model.runs))
+            for model in sorted(models, key=lambda model: backbones.index(model.backbone))
         ]
         sheets.append(Sheet(benchmark, "", "model", _headings([column.title for column in columns]), tuple(lines)))
     return sheets
@@ -208,7 +208,7 @@ def _paper_sheets(number: str, collection: CombinedResults, rows: Mapping[str, s
     table, decimals = TABLES[number], 1 if number in MODELS else 2
     parts = [_measured(collection, COLUMNS[name]) for name in table.columns]
     columns = [Column(name, of_name, 100, decimals) for name, of_name in zip(table.columns, parts, strict=True)]
-    evaluated = _Evaluated(collection, columns)
+    evaluated = _evaluated(collection, columns)
 
     def printed(row: Row, backbone: str | None) -> list[Number | None]:
         """Format a row's numbers of one backbone; None for backbones that are not in the paper."""
@@ -223,8 +223,8 @@ def _paper_sheets(number: str, collection: CombinedResults, rows: Mapping[str, s
 
     def matching(row: Row, backbone: str | None) -> list[ReportedModel]:
         if number in MODELS:
-            return [model for model in evaluated.models if stands_for(model, row.name, rows)]
-        of_row = [model for model in evaluated.models if plain(model.label) == plain(row.name)]
+            return [model for model in evaluated if stands_for(model, row.name, rows)]
+        of_row = [model for model in evaluated if plain(model.label) == plain(row.name)]
         return [m for m in of_row if backbone is None or plain(m.backbone or "") == plain(backbone)]
 
     def lines(row: Row, backbones: Sequence[str | None]) -> Iterator[Line]:
@@ -235,11 +235,11 @@ def _paper_sheets(number: str, collection: CombinedResults, rows: Mapping[str, s
         for models in zip_longest(*(matching(row, backbone) for backbone in backbones)):
             present = [model for model in models if model is not None]
             label = present[0].key if len(backbones) == 1 else row.name
-            numbers = tuple(n for model in models for n in evaluated.numbers(model))
+            numbers = tuple(n for model in models for n in _numbers(collection, columns, model))
             yield Line(label, True, row.section, numbers, max(len(model.runs) for model in present))
 
     headings, printed_backbones = _headings(table.columns), set(map(plain, table.backbones))
-    extra = dict.fromkeys(model.backbone for model in evaluated.models if model.backbone is not None)
+    extra = dict.fromkeys(model.backbone for model in evaluated if model.backbone is not None)
     backbones = [*table.backbones, *(backbone for backbone in extra if plain(backbone) not in printed_backbones)]
     sides: dict[str, Sequence[str | None]] = {f"Table {number}, {backbone}": [backbone] for backbone in backbones}
     if not table.backbones:

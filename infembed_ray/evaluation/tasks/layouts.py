@@ -1,4 +1,4 @@
-"""Readers of the layouts that collections are published in: mteb, BEIR, MAIR, BRIGHT, bare judgements.
+"""Readers of the layouts that collections are published in: mteb, BEIR, MAIR, BRIGHT.
 
 What a collection has decides what it measures: `qrel_diff` gives p-MRR, as in FollowIR; one query under several instructions
 gives Robustness@10, as in InstructIR.
@@ -6,25 +6,19 @@ gives Robustness@10, as in InstructIR.
 
 from __future__ import annotations
 
-import gzip
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
-from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Change
 from infembed_ray.evaluation.tasks.checks import judgements
 from infembed_ray.evaluation.tasks.corpus import mapped
-from infembed_ray.evaluation.tasks.repository import Directory, Repository, has_corpus
-from infembed_ray.evaluation.tasks.task import CORPUS, ROBUSTNESS, Figure, Query, Task
-from infembed_ray.records.tables import FORMATS
+from infembed_ray.evaluation.tasks.repository import Directory, Repository
+from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Query, Task
 from infembed_ray.storage.object_store import is_uri
-from infembed_ray.storage.places import Place, errors_at, read_binary
 from infembed_ray.storage.steps import find_input
 
 MEASURES = ("nDCG@10", "recall@100", "MAP@1000", "MRR@10")
@@ -32,7 +26,6 @@ MEASURES = ("nDCG@10", "recall@100", "MAP@1000", "MRR@10")
 ORIGINAL, CHANGED = "og", "changed"
 """Suffixes of the ids of FollowIR's two versions of a query, and their kinds."""
 _ID = "_id|id"
-_GZIP = b"\x1f\x8b"
 _NDCG = Figure("nDCG@10", "nDCG@10")
 _NOT_AVAILABLE = "N/A"
 """The only item of an empty list in BRIGHT."""
@@ -170,11 +163,13 @@ def read_mair(queries: Repository, docs: Repository, config: str) -> Task:
 
 
 def read_own(name: str) -> Task:
-    """Read a collection that is no published task: a directory in mteb's or BEIR's layout, or its URI in an object store; the
-    file of the judgements of another split than `test`; or judgements without a corpus, for runs alone.
+    """Read a collection that is no published task: a directory in mteb's or BEIR's layout, or its URI in an object store; or
+    the file of the judgements of another split than `test`.
     """
-    root, split = _located(name)
-    return _of_judgements(name, root) if split is None else read_repository(Directory(root, name), split)
+    given = find_input(name, "tasks") if is_uri(name) else Path(name).expanduser().absolute()
+    if given.is_file():
+        return read_repository(Directory(given.parent.parent, name), given.stem)
+    return read_repository(Directory(given, name))
 
 
 def read_repository(repository: Repository, split: str = "test") -> Task:
@@ -186,52 +181,6 @@ def read_repository(repository: Repository, split: str = "test") -> Task:
         return read_followir(repository, MEASURES[0])
     task = read_mteb(repository, split)
     return _grouped(replace(task, queries=tuple(query for query in task.queries if query.id in task.qrels)))
-
-
-def _located(name: str) -> tuple[Place, str | None]:
-    """Return the directory and the split of a path or a URI; the file and None for judgements without a corpus."""
-    given = find_input(name, "tasks") if is_uri(name) else Path(name).expanduser().absolute()
-    directory = given.parent.parent
-    if given.suffix in FORMATS and has_corpus(directory):
-        return directory, given.stem
-    return (given, None) if given.is_file() else (given, "test")
-
-
-def _of_judgements(name: str, file: Place) -> Task:
-    """Make a task of judgements alone. Its corpus holds the ids of the judged documents, so only runs can be evaluated."""
-    qrels = judgements(name, read_qrels(file, "tasks"))
-    documents = list(dict.fromkeys(document for judged in qrels.values() for document in judged))
-    return Task(
-        name=name,
-        corpus=pa.table({"id": documents, "text": ["(not given)"] * len(documents)}, schema=CORPUS),
-        queries=tuple(Query(query, query) for query in qrels),
-        qrels=qrels,
-        figures=(),
-        only_runs=True,
-    )
-
-
-def read_qrels(file: Place, name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield query, document and grade of TREC judgements (`query 0 document grade`) or BEIR's (with a header)."""
-    for number, line in words(file, name):
-        if number == 1 and len(line) == 3 and not line[2].lstrip("-").isdecimal():
-            continue  # BEIR's header
-        if len(line) not in (3, 4):
-            raise InputError.of(name, file, f"line {number} is not `query 0 document grade`", "correct the line")
-        yield line[0], line[-2], line[-1]
-
-
-def words(file: Place, name: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield number and words of the lines of a text, perhaps compressed by gzip, that are not blank; `name` is the setting."""
-    with errors_at(file, name):
-        content = read_binary(file)
-    try:
-        text = (gzip.decompress(content) if content.startswith(_GZIP) else content).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise InputError.of(name, file, f"not readable ({error})", "copy it again") from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        if parts := line.split():
-            yield number, parts
 
 
 def _grouped(task: Task) -> Task:

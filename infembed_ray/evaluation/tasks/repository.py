@@ -199,12 +199,6 @@ def download_command(name: str, directory: Place, revision: str | None, parts: S
     return " ".join([*words, f"--local-dir {directory}"])
 
 
-def has_corpus(directory: Place) -> bool:
-    """Whether a directory holds a collection: a corpus, or a dataset card that names one."""
-    local = isinstance(directory, Path) and (directory / "corpus").is_dir()
-    return local or any((directory / name).is_file() for name in (CARD, *(f"corpus{suffix}" for suffix in FORMATS)))
-
-
 def configs(card: str, where: str) -> Configs:
     """Parse `configs` from the front matter of a dataset card; `where` names the card in errors."""
     front = card.split("---\n", 2)[1] if card.startswith("---\n") and card.count("---\n") > 1 else ""

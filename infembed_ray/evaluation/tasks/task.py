@@ -66,9 +66,6 @@ class Task:
     corpus_file: Place = Path()
     """File of the corpus that all nodes can map into memory, once it is shared (`chunks.share`)."""
 
-    only_runs: bool = False
-    """Whether it has judgements alone, without the texts that a model needs."""
-
     def has_candidates(self, depth: int) -> bool:
         """Whether its candidates are a ranking to re-rank. Longer lists are the part of the corpus a query is about."""
         return self.candidates is not None and max(map(len, self.candidates.values())) <= depth

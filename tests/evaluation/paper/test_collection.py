@@ -72,19 +72,10 @@ def test_tasks_of_one_name_must_be_the_same():
     larger = replace(
         EVALUATION, tasks={"records": replace(EVALUATION.tasks["records"], about={"queries": 20, "passages": 99})}
     )
-    with pytest.raises(
-        InputError, match=r"results\.b: its task 'records' differs from that of results\.a \(by about\)"
-    ):
-        collect({"a": EVALUATION, "b": larger})
     other = replace(EVALUATION, tasks={"records": replace(EVALUATION.tasks["records"], content="another hash")})
-    with pytest.raises(InputError, match="by content"):
-        collect({"a": EVALUATION, "b": other})
-    short = {
-        m: {"records": {f: dict(list(v.items())[1:]) for f, v in s["records"].items()}}
-        for m, s in EVALUATION.scores.items()
-    }
-    with pytest.raises(InputError, match="by queries"):
-        collect({"a": EVALUATION, "b": replace(EVALUATION, scores=short)})
+    for changed in (larger, other):
+        with pytest.raises(InputError, match=r"results\.b: its task 'records' has other texts.* results\.a"):
+            collect({"a": EVALUATION, "b": changed})
 
 
 def test_rankings_must_be_of_one_depth():
