@@ -65,7 +65,7 @@ def test_differences_with_a_small_corrected_p_value_are_marked():
     table = np.array([[found.scores[m]["records"]["p-MRR"][q] for m in "abcd"] for q in QUERIES])
     expected = [c.p for c in compare([Stratum.from_values(table, QUERIES)])[1:]]
     assert [p_mrr[m].p for m in "bcd"] == pytest.approx(expected)
-    marked = [m for m in "bcd" if tables.text(of_records[0], p_mrr[m]).endswith(tables.MARK)]
+    marked = [m for m in "bcd" if tables.Number.from_cell(of_records[0], p_mrr[m]).text.endswith(tables.MARK)]
     assert marked == [m for m, p in zip("bcd", expected, strict=True) if p < 0.05]
     assert 0 < len(marked) < 3
 

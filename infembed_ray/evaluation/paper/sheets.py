@@ -16,7 +16,7 @@ from infembed_ray.evaluation.paper.collection import BASE, CombinedResults, Repo
 from infembed_ray.evaluation.paper.published import COLUMNS, TABLES, Row
 from infembed_ray.evaluation.scoring import Scores
 from infembed_ray.evaluation.significance import Compared, Stratum, compare
-from infembed_ray.evaluation.tables import MARK, WIDTH, Column
+from infembed_ray.evaluation.tables import MARK, WIDTH, Column, Number
 from infembed_ray.evaluation.tasks.catalogue import AS_PAPER
 
 CONTROLLED = "condition"
@@ -24,36 +24,6 @@ CONTROLLED = "condition"
 _CONTROL_NOTE = "Means x100 and 95% intervals over queries, under control instructions; the end of this page explains conditions and figures"
 MODELS = ("2", "5")
 """Tables whose rows are models, in one decimal; rows of the other tables are rows of sweeps, in two decimals."""
-
-
-@dataclass(frozen=True)
-class Number:
-    """A number of a table, as it is shown."""
-
-    value: str
-    low: str | None = None
-    high: str | None = None
-    stdev_over_seeds: str | None = None
-    difference: str | None = None
-    """Difference to the baseline, with its sign."""
-    p_holm: float | None = None
-    significant: bool = False
-    remark: str | None = None
-    """What is wrong or doubtful in the paper's print."""
-
-    @classmethod
-    def from_cell(cls, column: Column, cell: Compared, spread: float | None = None) -> Number:
-        """Format one of our cells."""
-        mean, delta = cell.mean, cell.difference
-        return cls(
-            value=column.number(mean.value),
-            low=column.number(mean.low),
-            high=column.number(mean.high),
-            stdev_over_seeds=None if spread is None else column.number(spread),
-            difference=None if delta is None else column.number(delta.value, sign=True),
-            p_holm=cell.p,
-            significant=cell.significant,
-        )
 
 
 @dataclass(frozen=True)
@@ -295,19 +265,17 @@ def as_markdown(sheet: Sheet) -> str:
 def _markdown(number: Number | None) -> str:
     if number is None:
         return "—"
-    parts = [number.value + ("†" if number.remark else "")]
-    if number.low is not None:
-        parts.append(f"[{number.low}, {number.high}]")
-    if number.stdev_over_seeds is not None:
-        parts.append(f"± {number.stdev_over_seeds}")
-    if number.difference is not None:
-        parts.append(number.difference + ("\\*" if number.significant else ""))
-    return " ".join(parts)
+    difference = (number.difference or "").replace(MARK, f"\\{MARK}")
+    parts = (number.value + "†" * bool(number.remark), number.interval, number.spread, difference)
+    return " ".join(filter(None, parts))
 
 
 def as_text(sheet: Sheet) -> str:
     """Format means and differences for a terminal or a log, in tables of at most `WIDTH` characters per line."""
-    rows = [[sheet.of, *sheet.titles], *([line.label, *map(_text, line.numbers)] for line in sheet.lines)]
+    rows = [
+        [sheet.of, *sheet.titles],
+        *([line.label, *(n.text if n else "n/a" for n in line.numbers)] for line in sheet.lines),
+    ]
     first, *others = [[cell.ljust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
     parts = [[first]]
     for column in others:  # each part begins with the labels
@@ -319,9 +287,3 @@ def as_text(sheet: Sheet) -> str:
         header, *lines = ["  ".join(row).rstrip() for row in zip(*part, strict=True)]
         blocks.append("\n".join([sheet.name, header, "  ".join("-" * len(column[0]) for column in part), *lines]))
     return "\n\n".join(blocks)
-
-
-def _text(number: Number | None) -> str:
-    if number is None:
-        return "n/a"
-    return " ".join(filter(None, (number.value, number.difference))) + (MARK if number.significant else "")
