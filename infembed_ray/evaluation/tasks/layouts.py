@@ -56,7 +56,8 @@ def read_mteb(repository: Repository, split: str = "test") -> Task:
         instruction = (row if instructions is None else instructions[query]).get("instruction")
         group = None if row.get("group") is None else str(row["group"])
         queries.append(Query(query, str(row["text"]), instruction or None, group=group))
-    judged = repository.rows(_judgements(repository), split, ("query-id", "corpus-id", "score"))
+    config = "qrels" if "qrels" in repository.configs and "default" not in repository.configs else "default"
+    judged = repository.rows(config, split, ("query-id", "corpus-id", "score"))
     candidates: dict[str, list[str]] | None = None
     if "top_ranked" in repository.configs:
         ranked = repository.by_query("top_ranked", (), ("corpus-ids",))
@@ -68,10 +69,6 @@ def read_mteb(repository: Repository, split: str = "test") -> Task:
 def with_title(row: Mapping[str, Any]) -> str:
     """Return a document's text after its title, if it has one, as mteb and BEIR join them."""
     return f"{row['title']} {row['text']}" if row.get("title") else str(row["text"])
-
-
-def _judgements(repository: Repository) -> str:
-    return "qrels" if "qrels" in repository.configs and "default" not in repository.configs else "default"
 
 
 # ------------------------------------------------------------------------------------- published benchmarks

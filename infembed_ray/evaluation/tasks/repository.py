@@ -25,8 +25,6 @@ _SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.)")
 
 Configs = Mapping[str, Mapping[str, Sequence[str]]]
 """Configuration -> split -> patterns of its files."""
-Part = tuple[str, str | None]
-"""A configuration of a repository and one of its splits; None: all splits."""
 
 
 class Repository:
@@ -35,17 +33,15 @@ class Repository:
     Args:
         task: name of the task, for error messages.
         revision: the commit that it must have; None: any.
-        parts: what the task reads of it; empty: everything.
+        part: part of the names of the files that the task reads; empty: everything.
     """
 
-    def __init__(
-        self, path: Place, name: str, task: str, revision: str | None = None, parts: Sequence[Part] = ()
-    ) -> None:
+    def __init__(self, path: Place, name: str, task: str, revision: str | None = None, part: str = "") -> None:
         self.path = path
         self.name = name
         self.task = task
         self.revision = revision
-        self.remedy = f"run `{download_command(name, path, revision, parts)}`"
+        self.remedy = f"run `{download_command(name, path, revision, part)}`"
 
     @cached_property
     def commit(self) -> str | None:
@@ -169,12 +165,12 @@ class Directory(Repository):
         return super().splits(config)
 
 
-def downloaded(name: str, task: str, revision: str | None = None, parts: Sequence[Part] = ()) -> Repository:
+def downloaded(name: str, task: str, revision: str | None = None, part: str = "") -> Repository:
     """Return a repository in the cache of the hub's client, which downloads what the task reads and what is missing."""
     from huggingface_hub import snapshot_download  # takes half a second
     from huggingface_hub.errors import HTTPError
 
-    wanted = [CARD, *_patterns(parts)] if parts else None
+    wanted = [CARD, f"*{part}*"] if part else None
     try:
         path = Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=wanted))
     except (OSError, HTTPError) as error:
@@ -182,20 +178,16 @@ def downloaded(name: str, task: str, revision: str | None = None, parts: Sequenc
             "tasks",
             task,
             f"data is not set, and {name} cannot be downloaded ({in_one_line(error)[:300]})",
-            f"on a machine with internet run `{download_command(name, Path('DIR', name), revision, parts)}`, copy DIR, and set "
+            f"on a machine with internet run `{download_command(name, Path('DIR', name), revision, part)}`, copy DIR, and set "
             "data=DIR",
         ) from error
-    return Repository(path, name, task, revision, parts)
+    return Repository(path, name, task, revision, part)
 
 
-def _patterns(parts: Sequence[Part]) -> list[str]:
-    return list(dict.fromkeys(f"*{split or config}*" for config, split in parts))
-
-
-def download_command(name: str, directory: Place, revision: str | None, parts: Sequence[Part]) -> str:
+def download_command(name: str, directory: Place, revision: str | None, part: str) -> str:
     """Return the command that downloads a repository, or what a task reads of it, to a directory."""
     words = ["hf download", name, "--repo-type dataset", *([f"--revision {revision}"] if revision else [])]
-    words += [f"--include {CARD}", *(f"--include '{pattern}'" for pattern in _patterns(parts))] if parts else []
+    words += [f"--include {CARD} --include '*{part}*'"] if part else []
     return " ".join([*words, f"--local-dir {directory}"])
 
 
