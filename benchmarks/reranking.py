@@ -118,7 +118,7 @@ def main() -> None:
             kind="classifier", model=str(arguments.cross_encoder), instructed_query="{instruction} {query}",
             plain_query="{query}", pair_length=256,
         )  # fmt: skip
-        scorers["cross"] = CrossEncoder(Classifier(settings, "cpu", 1024, "benchmark"))
+        scorers["cross"] = CrossEncoder(Classifier(settings, "cpu", 1024))
     results: dict[str, dict[str, Any]] = {}
     for name, task in tasks.items():
         run = dense(encoder, task)

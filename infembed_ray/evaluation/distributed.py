@@ -191,14 +191,14 @@ def _rank_tasks(
     settings: EvaluateSettings, inputs: EvaluationInputs, model: EvaluatedModel
 ) -> Iterator[tuple[Task, Run]]:
     if model.retriever.kind == "run":  # its files need not be visible to the workers
-        ranker = baselines.load(model.retriever, known=model.identity)
+        ranker = baselines.load(model.retriever)
         assert isinstance(ranker, Ranker)
         yield from ((task, ranker.rank(task, settings.depth)) for task in inputs.tasks)
         return
     connect()
     with track(f"rank {model.label}", len(inputs.tasks)) as advance:
         rankings = [
-            _rank.remote(model.retriever, model.identity, _without_corpus(task), task.corpus_file, settings.depth)
+            _rank.remote(model.retriever, _without_corpus(task), task.corpus_file, settings.depth)
             for task in inputs.tasks
         ]
         for task, ranking in zip(inputs.tasks, rankings, strict=True):
@@ -236,12 +236,12 @@ class ComputeChunk:
     """
 
     def __init__(
-        self, model: EvaluatedModel, identity: str, store: Place, chunks: ray.ObjectRef, device: str, batch_tokens: int
+        self, model: EvaluatedModel, store: Store, chunks: ray.ObjectRef, device: str, batch_tokens: int
     ) -> None:
         self._model = model
-        self._store = Store(store, identity)
+        self._store = store
         self._chunks: Sequence[Chunk] = ray.get(chunks)
-        self._load = cache(partial(baselines.load, model.retriever, device, batch_tokens, identity))
+        self._load = cache(partial(baselines.load, model.retriever, device, batch_tokens))
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """Map `id` to `file`, where its array is; `computed`, if it was missing; `fault`, the error, or empty."""
@@ -287,7 +287,7 @@ def _compute_chunks(
     device = "cuda" if gpus else "cpu"
     computed = ray.data.range(len(distinct), override_num_blocks=len(distinct)).map(
         ComputeChunk,
-        fn_constructor_args=(model, model.identity, store, ray.put(distinct), device, settings.batch_tokens),
+        fn_constructor_args=(model, Store(store, model.identity), ray.put(distinct), device, settings.batch_tokens),
         compute=ActorPoolStrategy(size=1 if remote else min(settings.actors, len(distinct))),
         num_gpus=gpus,
     )
@@ -330,9 +330,9 @@ def _search(
 
 
 @ray.remote(scheduling_strategy=_OUTSIDE_TRIALS)
-def _rank(retriever: RetrieverSettings, identity: str, task: Task, corpus: Place, depth: int) -> Run:
+def _rank(retriever: RetrieverSettings, task: Task, corpus: Place, depth: int) -> Run:
     """Rank a whole task in one process."""
-    ranker = baselines.load(retriever, known=identity)
+    ranker = baselines.load(retriever)
     assert isinstance(ranker, Ranker)
     return ranker.rank(replace(task, corpus=shared(corpus)), depth)
 

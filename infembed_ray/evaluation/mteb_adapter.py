@@ -89,14 +89,15 @@ def load(model: str, device: str = "cpu") -> MtebEncoder:
         raise InputError("mteb is not installed; pip install 'infembed-ray[mteb]'")
     from mteb.models import ModelMeta
 
-    loaded = baselines.load(baselines.resolve("mteb", model), device)
+    settings = baselines.resolve("mteb", model)
+    loaded = baselines.load(settings, device)
     if not isinstance(loaded, TextEncoder):
         raise InputError.of("model", model, "is no encoder", "use infembed evaluate")
     hub = model.count("/") == 1 and not model.startswith((".", "~", "/")) and not Path(model).exists()
     meta = ModelMeta(
         **dict.fromkeys(_UNKNOWN),
         name=model if hub else f"infembed/{Path(model).absolute().name}",
-        revision=loaded.identity,
+        revision=baselines.identity(settings),
         framework=[],
         similarity_fn_name="dot",
         model_type=["dense"],

@@ -283,7 +283,7 @@ def test_embeddings_that_are_not_finite_are_rejected_and_not_stored(ray_cluster,
     encoder.save_pretrained(tmp_path / "diverged")
     model = EvaluatedModel("diverged", baselines.resolve("diverged", str(tmp_path / "diverged")), {}, {})
     chunks = ray.put(of_queries([Query("1", "what is bread")]))
-    row = ComputeChunk(model, "identity", tmp_path / "store", chunks, "cpu", 1024)({"id": 0})
+    row = ComputeChunk(model, Store(tmp_path / "store", "identity"), chunks, "cpu", 1024)({"id": 0})
     assert re.match(r"models\.diverged=.*: its embedding of query 'what is bread' is not finite", row["fault"])
     assert not stored(tmp_path / "store")
 

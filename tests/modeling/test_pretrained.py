@@ -43,7 +43,7 @@ FORMATS = {"instructed_query": "{instruction} {query}", "plain_query": "{query}"
 
 
 def retriever(path, **settings):
-    return baselines.load(baselines.resolve("x", {"model": path, **FORMATS, **settings}), known="-")
+    return baselines.load(baselines.resolve("x", {"model": path, **FORMATS, **settings}))
 
 
 def edit(path, **changes):

@@ -151,7 +151,7 @@ def _weights(settings: RetrieverSettings) -> list[tuple[str, str, str | None]]:
 
 
 def identity(settings: RetrieverSettings) -> str:
-    """Return 16 hex digits that change with anything that changes embeddings, scores or rankings.
+    """Return 16 hex digits that change with anything that changes embeddings, scores or rankings: weights and settings.
 
     The hash of a directory covers the contents of its files. The hash of a hub model covers its name and commit.
     """
@@ -160,18 +160,15 @@ def identity(settings: RetrieverSettings) -> str:
     return hashlib.sha256(json.dumps([contents, names], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load(
-    settings: RetrieverSettings, device: str = "cpu", batch_tokens: int = 4096, known: str | None = None
-) -> Retriever:
+def load(settings: RetrieverSettings, device: str = "cpu", batch_tokens: int = 4096) -> Retriever:
     """Load the retriever of settings from `resolve`; `batch_tokens` bound a forward pass, with padding.
 
-    Computing the identity reads all weights, if it is not `known`. InputError: a model, a key or a package is missing.
+    InputError: a model, a key or a package is missing.
     """
-    own = known or identity(settings)
     # A model in an object store is copied to this node.
     copies = {part: checkpoint.local(model) for part, model, _ in _weights(settings) if is_uri(model)}
     settings = settings.model_copy(update=copies)
     module, name = _CLASSES[settings.kind]
     retriever = getattr(importlib.import_module(f"infembed_ray.{module}"), name)
-    made: Retriever = retriever(settings, *(() if settings.kind in _WITHOUT_WEIGHTS else (device, batch_tokens)), own)
+    made: Retriever = retriever(settings, *(() if settings.kind in _WITHOUT_WEIGHTS else (device, batch_tokens)))
     return made

@@ -21,8 +21,7 @@ class Bm25Ranker:
     The formats of the settings decide whether the instruction is part of the query.
     """
 
-    def __init__(self, settings: RetrieverSettings, identity: str) -> None:
-        self.identity = identity
+    def __init__(self, settings: RetrieverSettings) -> None:
         self._settings = settings
 
     def rank(self, task: Task, depth: int) -> Run:

@@ -22,8 +22,7 @@ class CheckpointEncoder:
     cannot be loaded or does not fit the settings.
     """
 
-    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
-        self.identity = identity
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int) -> None:
         self._settings = settings
         self._batch_tokens = batch_tokens
         formatted = settings.instructed_query is not None

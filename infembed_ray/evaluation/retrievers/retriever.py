@@ -1,7 +1,4 @@
-"""The three interfaces of retrievers, none of which depends on Ray.
-
-`identity` is a hash of all that decides the embeddings, scores or rankings: weights, prompts, template, pooling, lengths.
-"""
+"""The three interfaces of retrievers, none of which depends on Ray."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from infembed_ray.evaluation.tasks.task import Query, Task
 class TextEncoder(Protocol):
     """Embeds queries and passages; documents are ranked by inner product."""
 
-    identity: str
-
     def encode_queries(self, queries: Sequence[Query]) -> np.ndarray:
         """Embed queries with their instructions: (n, d) float32."""
         ...
@@ -33,8 +28,6 @@ class TextEncoder(Protocol):
 class PairReranker(Protocol):
     """Scores pairs of a query and a passage, which it reads together."""
 
-    identity: str
-
     def score(self, pairs: Sequence[tuple[Query, str]]) -> np.ndarray:
         """Score pairs: (n) float32, higher is more relevant."""
         ...
@@ -43,8 +36,6 @@ class PairReranker(Protocol):
 @runtime_checkable
 class Ranker(Protocol):
     """Ranks a whole task in one process: BM25, or a given run."""
-
-    identity: str
 
     def rank(self, task: Task, depth: int) -> Run:
         """Rank the top `depth` documents of every query, within its candidates and without its excluded documents."""

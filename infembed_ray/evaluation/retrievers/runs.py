@@ -33,8 +33,7 @@ _COLUMNS = "query Q0 document rank score name"
 class RunRanker:
     """Ranks a task as a given run does; `settings` are from `baselines.resolve`."""
 
-    def __init__(self, settings: RetrieverSettings, identity: str) -> None:
-        self.identity = identity
+    def __init__(self, settings: RetrieverSettings) -> None:
         self._path = place_of(settings.model)
 
     def rank(self, task: Task, depth: int) -> dict[str, dict[str, float]]:
