@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from infembed_ray.analysis import agreement, clean, contamination, diversity, inputs
 from infembed_ray.analysis.agreement import Answers
 from infembed_ray.analysis.contamination import EvaluationTexts
@@ -18,7 +16,7 @@ from infembed_ray.analysis.inputs import RecordSet
 from infembed_ray.analysis.report import as_html, as_text, shown_rows, summarise
 from infembed_ray.config.analysis import AnalyzeGates, AnalyzeSettings
 from infembed_ray.errors import GateError, InputError, check_all
-from infembed_ray.progress import counted, say, track
+from infembed_ray.progress import counted, say
 from infembed_ray.records.tables import write_lines
 from infembed_ray.storage import durable
 from infembed_ray.storage.dry_run import state
@@ -38,8 +36,6 @@ LABEL = "records"
 """Label of the records in comparisons."""
 BATCH_TOKENS = 4096
 """Tokens per encoding batch, with padding."""
-EMBEDDED_AT_ONCE = 1024
-"""Texts per report of progress."""
 _ROUNDING = 1e-9
 """A figure that equals its minimum may be rounded down."""
 
@@ -100,25 +96,20 @@ def _publish(settings: AnalyzeSettings, files: Mapping[str, Place], step: Step) 
         for label, evaluation in given.evaluations.items():
             matches, contaminated[label] = contamination.contamination(label, evaluation, records.kept)
             contaminations += matches
-        diversities, coverages = diversity.compare(
-            [diversity.from_records(LABEL, records.kept), *given.compared], embed
-        )
+        measured = diversity.compare([diversity.from_records(LABEL, records.kept), *given.compared], embed)
         removed = clean.removals(records.kept, contaminated) if settings.clean else {}
         if settings.clean and len(removed) == len(records.kept):
             raise InputError.of("clean", None, f"no record of {settings.records} would be left", "check evaluations")
         reasons = clean.write(staging.path, files["records"], removed) if settings.clean else None
         report = summarise(
             records,
-            diversities=diversities,
-            coverages=coverages,
+            diversities=measured,
             contaminations=contaminations,
             agreement=study,
             removed=reasons,
         )
         html = as_html(report, shown_rows(records, removed), settings.records)
         (staging.path / PAGE_FILE).write_text(html, encoding="utf-8")
-        for covered in (each for coverage in coverages for each in coverage["sets"]):
-            del covered["points"]  # only the page has the plots
         durable.replace_json(staging.path / REPORT_FILE, report)
         if settings.annotate:
             items, key = agreement.sheet(records.kept, settings.annotate)
@@ -223,17 +214,7 @@ def _encoder(settings: AnalyzeSettings) -> diversity.Embed | None:
         return None
     from infembed_ray.modeling.encoder import InstructionEncoder  # imports torch
 
-    encoder = InstructionEncoder.from_pretrained(settings.encoder)
-
-    def embed(sample: Sequence[str]) -> np.ndarray:
-        parts = []
-        with track("analyze", len(sample)) as advance:
-            for start in range(0, len(sample), EMBEDDED_AT_ONCE):
-                parts.append(encoder.encode_passages(sample[start : start + EMBEDDED_AT_ONCE], BATCH_TOKENS))
-                advance(len(parts[-1]), "texts embedded")
-        return np.concatenate(parts)
-
-    return embed
+    return partial(InstructionEncoder.from_pretrained(settings.encoder).encode_passages, batch_tokens=BATCH_TOKENS)
 
 
 def describe(settings: AnalyzeSettings) -> Iterator[str]:
