@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from infembed_ray.analysis import agreement, clean, contamination, diversity, inputs
+from infembed_ray.analysis import agreement, clean, diversity, figures
 from infembed_ray.analysis.agreement import Answers
-from infembed_ray.analysis.contamination import EvaluationTexts
 from infembed_ray.analysis.diversity import TextSet
-from infembed_ray.analysis.figures import Section
-from infembed_ray.analysis.inputs import RecordSet
+from infembed_ray.analysis.figures import RecordSet, Section
+from infembed_ray.analysis.overlap import EvaluationTexts, contamination
 from infembed_ray.analysis.report import as_html, as_text, shown_rows, summarise
 from infembed_ray.config.analysis import AnalyzeGates, AnalyzeSettings
 from infembed_ray.errors import GateError, InputError, check_all
@@ -94,7 +93,7 @@ def _publish(settings: AnalyzeSettings, files: Mapping[str, Place], step: Step) 
         study = _agreement(given, settings, staging.path)
         contaminations, contaminated = [], {}
         for label, evaluation in given.evaluations.items():
-            matches, contaminated[label] = contamination.contamination(label, evaluation, records.kept)
+            matches, contaminated[label] = contamination(label, evaluation, records.kept)
             contaminations += matches
         measured = diversity.compare([diversity.from_records(LABEL, records.kept), *given.compared], embed)
         removed = clean.removals(records.kept, contaminated) if settings.clean else {}
@@ -102,11 +101,7 @@ def _publish(settings: AnalyzeSettings, files: Mapping[str, Place], step: Step) 
             raise InputError.of("clean", None, f"no record of {settings.records} would be left", "check evaluations")
         reasons = clean.write(staging.path, files["records"], removed) if settings.clean else None
         report = summarise(
-            records,
-            diversities=measured,
-            contaminations=contaminations,
-            agreement=study,
-            removed=reasons,
+            records, diversities=measured, contaminations=contaminations, agreement=study, removed=reasons
         )
         html = as_html(report, shown_rows(records, removed), settings.records)
         (staging.path / PAGE_FILE).write_text(html, encoding="utf-8")
@@ -178,7 +173,7 @@ def read(settings: AnalyzeSettings, files: Mapping[str, Place]) -> AnalysisInput
 
     compared, evaluations = of_section("compare."), of_section("evaluations.")
     tasks: list[Callable[[], Any]] = [
-        lambda: inputs.read(files["records"], "records"),
+        lambda: figures.read(files["records"], "records"),
         lambda: _rated(settings, list(of_section("agreement.files.").values())),
         *(partial(diversity.read, label, file, f"compare.{label}") for label, file in compared.items()),
         *(partial(EvaluationTexts.read, file, f"evaluations.{label}") for label, file in evaluations.items()),

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from infembed_ray.analysis.figures import Section
-from infembed_ray.analysis.inputs import KINDS
+from infembed_ray.analysis.figures import KINDS, Section
 from infembed_ray.errors import InputError
 from infembed_ray.records import tables
 from infembed_ray.records.tables import ALIASES, Record

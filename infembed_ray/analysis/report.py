@@ -9,10 +9,8 @@ from heapq import nsmallest
 from typing import Any
 
 from infembed_ray.analysis.clean import Removal
-from infembed_ray.analysis.contamination import NGRAM
-from infembed_ray.analysis.figures import Section, cost, funnel, lengths, verdicts
-from infembed_ray.analysis.inputs import RecordSet
-from infembed_ray.analysis.near_duplicates import THRESHOLD, duplicates
+from infembed_ray.analysis.figures import RecordSet, Section, cost, funnel, lengths, verdicts
+from infembed_ray.analysis.overlap import NGRAM, THRESHOLD, duplicates
 from infembed_ray.reporting import page
 from infembed_ray.reporting.charts import Scale
 

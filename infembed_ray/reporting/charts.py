@@ -7,7 +7,7 @@ stretched. Axis labels are HTML beside the SVG, so text has the size of the page
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal

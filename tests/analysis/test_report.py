@@ -10,9 +10,9 @@ import pytest
 from infembed_ray.analysis import report as module
 from infembed_ray.analysis.agreement import study
 from infembed_ray.analysis.clean import Removal
-from infembed_ray.analysis.contamination import EvaluationTexts, contamination
 from infembed_ray.analysis.diversity import TextSet, compare, from_records
-from infembed_ray.analysis.inputs import read
+from infembed_ray.analysis.figures import read
+from infembed_ray.analysis.overlap import EvaluationTexts, contamination
 from infembed_ray.analysis.report import as_html, shown_rows, summarise
 from infembed_ray.storage.steps import resolve
 from tests.analysis.samples import ROWS, Rows, kept, publish

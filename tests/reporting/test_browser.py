@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from infembed_ray.analysis.agreement import study
-from infembed_ray.analysis.contamination import EvaluationTexts, contamination
 from infembed_ray.analysis.diversity import TextSet, compare, from_records
-from infembed_ray.analysis.inputs import read
+from infembed_ray.analysis.figures import read
+from infembed_ray.analysis.overlap import EvaluationTexts, contamination
 from infembed_ray.analysis.report import as_html, shown_rows, summarise
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.evaluation.paper.collection import collect
