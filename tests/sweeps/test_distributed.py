@@ -17,8 +17,7 @@ from infembed_ray.evaluation import results
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from infembed_ray.storage.places import read_binary
 from infembed_ray.storage.steps import find_input
-from infembed_ray.sweeps.distributed import run
-from infembed_ray.sweeps.trials import trials
+from infembed_ray.sweeps.distributed import run, trials
 from infembed_ray.training.launch import run as train
 from tests.modeling import backbones
 from tests.support.files import write_jsonl

@@ -13,7 +13,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.sweeps.trials import BASE, trials
+from infembed_ray.sweeps.distributed import BASE, trials
 from tests.evaluation import published
 from tests.modeling import backbones
 from tests.training.test_collate import record
