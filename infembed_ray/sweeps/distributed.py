@@ -113,11 +113,11 @@ def trials(settings: SweepSettings) -> list[Trial]:
     for label, model in settings.models.items():
         backbone = locate(model, f"models.{label}").path
         if settings.base:
-            planned.append(_trial(settings, BASE, label, None, None, untrained(settings.train, backbone)))
+            planned.append(_trial(settings, BASE, label, untrained(settings.train, backbone)))
         for row, design in designs.items():
             for seed in settings.seeds:
                 trained = design.model_copy(update={"model": backbone, "seed": seed})
-                planned.append(_trial(settings, row, label, seed, trained, None))
+                planned.append(_trial(settings, row, label, trained))
     return planned
 
 
@@ -173,24 +173,20 @@ def _design(settings: SweepSettings, row: str, change: dict[str, Any]) -> TrainS
         raise error.within(f"row {row}: ") from error
 
 
-def _trial(
-    settings: SweepSettings,
-    row: str,
-    model: str,
-    seed: int | None,
-    train: TrainSettings | None,
-    untrained: RetrieverSettings | None,
-) -> Trial:
+def _trial(settings: SweepSettings, row: str, model: str, design: TrainSettings | RetrieverSettings) -> Trial:
     # One folder per trial: two trials would overwrite each other's `latest` in a shared one.
-    of_model = train or untrained
-    decides = [model, seed, of_model and of_model.identity(), settings.evaluate.identity()]
+    train = design if isinstance(design, TrainSettings) else None
+    seed = None if train is None else train.seed
+    decides = [model, seed, design.identity(), settings.evaluate.identity()]
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", f"{model}-{row}" + ("" if seed is None else f"-{seed}")).strip("-")
     folder = place_of(settings.output) / "trials" / f"{readable}-{digest}"
     evaluate = settings.evaluate.model_copy(update={"output": address(folder / "results")})
-    if train is not None:
-        train = train.model_copy(update={"output": address(folder / "checkpoint")})
-    return Trial(row, model, seed, train, evaluate, untrained)
+    if train is None:
+        assert isinstance(design, RetrieverSettings)
+        return Trial(row, model, None, None, evaluate, design)
+    train = train.model_copy(update={"output": address(folder / "checkpoint")})
+    return Trial(row, model, seed, train, evaluate, None)
 
 
 def untrained(train: TrainSettings, backbone: str) -> RetrieverSettings:
