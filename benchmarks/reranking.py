@@ -30,11 +30,10 @@ from evaluation_table import cranfield
 
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.evaluation.obedience import AS_GIVEN, Controls
-from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.search import exact_search
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.infir import instruction_following
-from infembed_ray.evaluation.tasks.task import Task
+from infembed_ray.evaluation.tasks.task import Task, means, score
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.late_interaction import LateInteraction
 from infembed_ray.modeling.pair_scorer import CrossEncoder, PairScorer

@@ -19,9 +19,8 @@ from ray.data import ActorPoolStrategy
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import differences, obedience, obedience_gates
-from infembed_ray.evaluation.chunks import Chunk, of_pairs, of_passages, of_queries, shared
+from infembed_ray.evaluation.chunks import Chunk, Store, of_pairs, of_passages, of_queries, read_all, shared, write
 from infembed_ray.evaluation.differences import Difference, Kept
-from infembed_ray.evaluation.embeddings import Store, read_all, write
 from infembed_ray.evaluation.inputs import (
     ENCODER_KINDS,
     RANKER_KINDS,
@@ -36,9 +35,8 @@ from infembed_ray.evaluation.paper import results_report
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.retrievers import baselines, runs
 from infembed_ray.evaluation.retrievers.retriever import Ranker
-from infembed_ray.evaluation.scoring import Obedience, Scores, score
 from infembed_ray.evaluation.search import exact_search, rows_of
-from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
+from infembed_ray.evaluation.tasks.task import CORPUS, Obedience, Query, Scores, Task, score
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, errors_of_tasks
 from infembed_ray.storage import steps

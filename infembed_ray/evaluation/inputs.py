@@ -13,11 +13,10 @@ from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.evaluation import obedience_gates
 from infembed_ray.evaluation.chunks import share, shared
-from infembed_ray.evaluation.embeddings import digest
 from infembed_ray.evaluation.metrics import parse
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks import catalogue
-from infembed_ray.evaluation.tasks.corpus import name_of
+from infembed_ray.evaluation.tasks.corpus import digest, name_of
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.progress import counted

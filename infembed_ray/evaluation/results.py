@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.evaluation.metrics import convention, family
-from infembed_ray.evaluation.scoring import Obedience, Scores, means
-from infembed_ray.evaluation.tasks.task import Figure, Task
+from infembed_ray.evaluation.tasks.task import Figure, Obedience, Scores, Task, means
 from infembed_ray.storage import durable
 from infembed_ray.storage.places import Place, errors_at, open_binary, read_text
 

@@ -20,15 +20,13 @@ from infembed_ray.cli.main import main
 from infembed_ray.config.evaluation import EvaluateSettings, GateSettings, RetrieverSettings
 from infembed_ray.errors import GateError
 from infembed_ray.evaluation import results, tables
-from infembed_ray.evaluation.chunks import TEXTS, of_queries
+from infembed_ray.evaluation.chunks import TEXTS, Store, of_queries
 from infembed_ray.evaluation.distributed import ComputeChunk, run
-from infembed_ray.evaluation.embeddings import Store
 from infembed_ray.evaluation.inputs import EvaluatedModel
 from infembed_ray.evaluation.obedience import CONDITIONS
 from infembed_ray.evaluation.retrievers import baselines, runs
-from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks import catalogue
-from infembed_ray.evaluation.tasks.task import Query
+from infembed_ray.evaluation.tasks.task import Query, score
 from infembed_ray.modeling.encoder import InstructionEncoder
 from tests.evaluation import published as layouts
 from tests.evaluation.retrievers import models

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.embeddings import Store, digest, read_all, write
+from infembed_ray.evaluation.chunks import Store, read_all, write
+from infembed_ray.evaluation.tasks.corpus import digest
 from infembed_ray.storage.object_store import Folder
 from infembed_ray.storage.places import read_binary
 

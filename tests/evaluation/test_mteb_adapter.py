@@ -14,10 +14,9 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation import mteb_adapter
 from infembed_ray.evaluation.metrics import trec_measures
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.search import exact_search
 from infembed_ray.evaluation.tasks import catalogue
-from infembed_ray.evaluation.tasks.task import Query
+from infembed_ray.evaluation.tasks.task import Query, means, score
 from infembed_ray.modeling.encoder import InstructionEncoder
 from tests.evaluation import published
 from tests.evaluation.in_mteb import NAMES, in_mteb, theirs

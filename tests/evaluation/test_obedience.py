@@ -18,9 +18,8 @@ from infembed_ray.evaluation.obedience import (
     Controls,
     pairs_of,
 )
-from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.tasks.infir import instruction_following
-from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
+from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task, means, score
 from tests.evaluation.tasks.test_infir import passages, record
 
 NAMES = ("tides", "bread", "comets", "tax law", "the violin", "rivers")

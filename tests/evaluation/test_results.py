@@ -10,8 +10,7 @@ from infembed_ray.evaluation import results
 from infembed_ray.evaluation.metrics import CONVENTIONS, Change
 from infembed_ray.evaluation.obedience import Controls
 from infembed_ray.evaluation.results import PER_QUERY_FILE, RESULTS_FILE, Results, TaskSummary
-from infembed_ray.evaluation.scoring import score
-from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
+from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task, score
 from infembed_ray.storage.object_store import Folder
 from tests.support.object_store import upload
 

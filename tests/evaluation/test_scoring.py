@@ -3,9 +3,8 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.tasks.infir import instruction_following
-from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
+from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task, means, score
 from tests.evaluation.tasks.test_infir import passages, record
 
 POSITIVE, POISONED, OTHER = (f"record/r/{kind}" for kind in ("positive", "negative_instruction", "negative_query"))

@@ -10,9 +10,9 @@ from typing import Any
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.results import Results, TaskSummary
-from infembed_ray.evaluation.scoring import Obedience, Scores
 from infembed_ray.evaluation.significance import Compared
 from infembed_ray.evaluation.tables import Column, cells
+from infembed_ray.evaluation.tasks.task import Obedience, Scores
 
 BASE = "base"
 """Row of a sweep's untrained backbones."""

@@ -14,10 +14,10 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation import tables
 from infembed_ray.evaluation.paper.collection import BASE, CombinedResults, ReportedModel
 from infembed_ray.evaluation.paper.published import COLUMNS, TABLES, Row
-from infembed_ray.evaluation.scoring import Scores
 from infembed_ray.evaluation.significance import Compared, Stratum, compare
 from infembed_ray.evaluation.tables import MARK, WIDTH, Column, Number
 from infembed_ray.evaluation.tasks.catalogue import AS_PAPER
+from infembed_ray.evaluation.tasks.task import Scores
 
 CONTROLLED = "condition"
 """Kind of the rows of a table of controls, whose sections are models."""

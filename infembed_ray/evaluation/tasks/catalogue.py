@@ -13,10 +13,9 @@ import yaml
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks import layouts
-from infembed_ray.evaluation.tasks.checks import checked
 from infembed_ray.evaluation.tasks.layouts import CHANGED, MEASURES, ORIGINAL
 from infembed_ray.evaluation.tasks.repository import Repository, downloaded
-from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Task
+from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Task, checked
 from infembed_ray.storage.object_store import is_uri
 from infembed_ray.storage.places import Place, errors_at
 from infembed_ray.storage.steps import open_place

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from infembed_ray.evaluation.metrics import Change
-from infembed_ray.evaluation.tasks.checks import judgements
 from infembed_ray.evaluation.tasks.corpus import mapped
 from infembed_ray.evaluation.tasks.repository import Directory, Repository
-from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Query, Task
+from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Query, Task, judgements
 from infembed_ray.storage.object_store import is_uri
 from infembed_ray.storage.steps import find_input
 

@@ -12,9 +12,8 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import ranks
 from infembed_ray.evaluation.obedience import Controls
 from infembed_ray.evaluation.retrievers import baselines, runs
-from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks.infir import instruction_following
-from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
+from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task, score
 from tests.evaluation.tasks.test_infir import record
 
 RUN = {"1": {"a": 0.5, "b": 1 / 3, "c": -2.0}, "2": {"c": 1e-12}}

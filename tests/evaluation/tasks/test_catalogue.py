@@ -13,9 +13,8 @@ import pytrec_eval
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Run
-from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.tasks import catalogue
-from infembed_ray.evaluation.tasks.task import Query, Task
+from infembed_ray.evaluation.tasks.task import Query, Task, means, score
 from tests.evaluation import published
 
 # ---------- Tasks load by name, your own by path.

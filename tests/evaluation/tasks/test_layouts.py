@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.tasks import catalogue, layouts
+from infembed_ray.evaluation.tasks.task import means, score
 from tests.evaluation import published
 from tests.evaluation.published import DOCUMENTS, edit, texts
 from tests.support.files import write_jsonl
