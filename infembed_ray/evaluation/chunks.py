@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.retrievers.retriever import PairReranker, Retriever, TextEncoder
+from infembed_ray.evaluation.retrievers.baselines import PairReranker, Retriever, TextEncoder
 from infembed_ray.evaluation.tasks import corpus as corpora
 from infembed_ray.evaluation.tasks.corpus import digest
 from infembed_ray.evaluation.tasks.task import CORPUS, Query

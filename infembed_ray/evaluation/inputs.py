@@ -11,7 +11,7 @@ from typing import Any
 
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.evaluation import obedience_gates
+from infembed_ray.evaluation import obedience
 from infembed_ray.evaluation.chunks import share, shared
 from infembed_ray.evaluation.metrics import parse
 from infembed_ray.evaluation.retrievers import baselines
@@ -90,7 +90,7 @@ def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> Evaluatio
         lambda: _models(settings),
         lambda: _store(settings),
         lambda: _tasks(settings),
-        lambda: obedience_gates.check(settings),
+        lambda: obedience.check_gate(settings),
     )
     if share_corpora:
         steps.require_writable(store, "embeddings")

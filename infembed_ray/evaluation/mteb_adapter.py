@@ -18,7 +18,7 @@ import torch
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.retrievers.retriever import TextEncoder
+from infembed_ray.evaluation.retrievers.baselines import TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
 
 if TYPE_CHECKING:

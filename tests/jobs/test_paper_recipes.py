@@ -8,7 +8,7 @@ import torch
 from infembed_ray.config.planning import PlanTrainSettings
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.config.training import TrainSettings
-from infembed_ray.evaluation.paper.published import COLUMNS, TABLES
+from infembed_ray.evaluation.paper.sheets import COLUMNS, TABLES
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.planning.backbones import architectures, load
 from infembed_ray.planning.memory import GIB

@@ -1,4 +1,4 @@
-"""The tables of a report in any format: our own, and the paper's with our results below its rows."""
+"""The tables of a report: our own, and the paper's (`published.yaml`), without errors of the print, with our results below its rows."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import yaml
 
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import tables
 from infembed_ray.evaluation.paper.collection import BASE, CombinedResults, ReportedModel
-from infembed_ray.evaluation.paper.published import COLUMNS, TABLES, Row
 from infembed_ray.evaluation.significance import Compared, Stratum, compare
 from infembed_ray.evaluation.tables import MARK, WIDTH, Column, Number
-from infembed_ray.evaluation.tasks.catalogue import AS_PAPER
+from infembed_ray.evaluation.tasks.catalogue import AS_PAPER, BENCHMARKS
 from infembed_ray.evaluation.tasks.task import Scores
 
 CONTROLLED = "condition"
@@ -24,6 +26,92 @@ CONTROLLED = "condition"
 _CONTROL_NOTE = "Means x100 and 95% intervals over queries, under control instructions; the end of this page explains conditions and figures"
 MODELS = ("2", "5")
 """Tables whose rows are models, in one decimal; rows of the other tables are rows of sweeps, in two decimals."""
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A number of the paper, x100."""
+
+    value: float | None
+    """The correct value; None if the paper has none."""
+    printed: str | None = None
+    """The paper's print, if it is known to be wrong."""
+    why: str | None = None
+    """Reason of the correction, or what the number contradicts."""
+
+    @property
+    def remark(self) -> str | None:
+        """The correction or the doubt in words."""
+        state = f"printed {self.printed}, read as {self.value}" if self.printed else "doubtful"
+        return f"{state}: {self.why}" if self.why else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table."""
+
+    name: str
+    section: str
+    """Heading above the row; may be empty."""
+    numbers: tuple[Printed, ...]
+    """All columns of the first backbone, then of the next; without backbones, all columns."""
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table of the paper."""
+
+    number: str
+    title: str
+    of: str
+    """Kind of its rows: models, objectives, designs."""
+    columns: tuple[str, ...]
+    """Names in `COLUMNS`."""
+    backbones: tuple[str, ...]
+    """Each has all columns; empty if the rows are models."""
+    rows: tuple[Row, ...]
+
+
+def _part(column: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    if "task" in column:
+        return ((column["task"], column["figure"]),)
+    return tuple(BENCHMARKS[column["benchmark"]].averages[column["average"]].items())
+
+
+def _table(number: str, given: Mapping[str, Any], corrections: Any, doubts: Any) -> PaperTable:
+    columns, backbones = tuple(given["columns"]), tuple(given.get("backbones", ()))
+    places = [(backbone, column) for backbone in backbones or (None,) for column in columns]
+    marked: dict[tuple[str, str | None, str], Mapping[str, Any]] = {
+        (doubt["row"], doubt.get("backbone"), column): doubt
+        for doubt in doubts
+        for column in doubt["columns"]
+        if doubt["table"] == number
+    }
+    marked |= {(c["row"], c.get("backbone"), c["column"]): c for c in corrections if c["table"] == number}
+    rows = []
+    for group in given["groups"]:
+        for name, values in group["rows"].items():
+            flat = [v for part in values for v in part] if isinstance(values[0], list) else values
+            numbers = []
+            for place, value in zip(places, flat, strict=True):
+                mark = marked.get((name, *place), {})
+                numbers.append(Printed(mark.get("reads", value), mark.get("printed"), mark.get("why")))
+            rows.append(Row(name, group.get("title", ""), tuple(numbers)))
+    return PaperTable(number, given["title"], given["rows"], columns, backbones, tuple(rows))
+
+
+_PLAIN = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
+
+SOURCE: str = _PLAIN["source"]
+COLUMNS: Mapping[str, tuple[tuple[str, str], ...]] = {name: _part(column) for name, column in _PLAIN["columns"].items()}
+"""Column -> (task, figure) pairs; the column is their unweighted mean."""
+TABLES: Mapping[str, PaperTable] = {
+    number: _table(number, given, _PLAIN["corrections"], _PLAIN["doubts"]) for number, given in _PLAIN["tables"].items()
+}
+"""By number: 2 to 6."""
+
+
+# -------------------------------------------------------------------------------------------------------------- sheets
 
 
 @dataclass(frozen=True)

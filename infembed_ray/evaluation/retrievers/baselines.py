@@ -1,21 +1,23 @@
-"""Resolves and loads retrievers: checkpoints, the baselines of the tables (baselines.yaml), and mappings of settings."""
+"""The interfaces of retrievers, and their loading: checkpoints, the baselines of the tables (baselines.yaml), mappings of settings."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import yaml
 
 from infembed_ray.config.base import nearest
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.retrievers.retriever import Retriever
+from infembed_ray.evaluation.metrics import Run
+from infembed_ray.evaluation.tasks.task import Query, Task
 from infembed_ray.modeling import checkpoint
 from infembed_ray.storage import steps
 from infembed_ray.storage.object_store import Folder, is_uri
@@ -34,6 +36,40 @@ _CLASSES = {
 """Kind -> module and class of its retriever, imported when it is loaded: some import torch or transformers."""
 _WITHOUT_WEIGHTS = ("api", "bm25", "run")
 """Kinds that take neither a device nor a number of tokens."""
+
+
+@runtime_checkable
+class TextEncoder(Protocol):
+    """Embeds queries and passages; documents are ranked by inner product."""
+
+    def encode_queries(self, queries: Sequence[Query]) -> np.ndarray:
+        """Embed queries with their instructions: (n, d) float32."""
+        ...
+
+    def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
+        """Embed passages: (n, d) float32."""
+        ...
+
+
+@runtime_checkable
+class PairReranker(Protocol):
+    """Scores pairs of a query and a passage, which it reads together."""
+
+    def score(self, pairs: Sequence[tuple[Query, str]]) -> np.ndarray:
+        """Score pairs: (n) float32, higher is more relevant."""
+        ...
+
+
+@runtime_checkable
+class Ranker(Protocol):
+    """Ranks a whole task in one process: BM25, or a given run."""
+
+    def rank(self, task: Task, depth: int) -> Run:
+        """Rank the top `depth` documents of every query, within its candidates and without its excluded documents."""
+        ...
+
+
+Retriever = TextEncoder | PairReranker | Ranker
 
 
 @cache

@@ -46,7 +46,7 @@ def read_mteb(repository: Repository, split: str = "test") -> Task:
         repository.files("corpus"),
         lambda: ((str(row[_ID]), with_title(row)) for row in repository.rows("corpus", None, (_ID, "text"))),
     )
-    instructions = repository.by_query("instruction", ("instruction",)) if "instruction" in repository.configs else None
+    instructions = repository.by_query("instruction", "instruction") if "instruction" in repository.configs else None
     queries = []
     for row in repository.rows("queries", None, (_ID, "text")):
         query = str(row[_ID])
@@ -59,7 +59,7 @@ def read_mteb(repository: Repository, split: str = "test") -> Task:
     judged = repository.rows(config, split, ("query-id", "corpus-id", "score"))
     candidates: dict[str, list[str]] | None = None
     if "top_ranked" in repository.configs:
-        ranked = repository.by_query("top_ranked", (), ("corpus-ids",))
+        ranked = repository.by_query("top_ranked", "corpus-ids")
         candidates = {query: [str(document) for document in row["corpus-ids"]] for query, row in ranked.items()}
     qrels = judgements(repository.task, ((row["query-id"], row["corpus-id"], row["score"]) for row in judged))
     return Task(repository.task, corpus, tuple(queries), qrels, figures=(), candidates=candidates)
@@ -84,7 +84,7 @@ def read_followir(repository: Repository, measure: str) -> Task:
         if not query.id.endswith((f"-{ORIGINAL}", f"-{CHANGED}")):  # it would count in no figure
             fault = f"query {query.id} ends neither in -{ORIGINAL} nor in -{CHANGED}"
             raise repository.fault(fault, "rename or drop it")
-    differences = repository.by_query("qrel_diff", (), ("corpus-ids",))
+    differences = repository.by_query("qrel_diff", "corpus-ids")
     return replace(
         task,
         queries=tuple(replace(query, kind=query.id.rpartition("-")[2]) for query in task.queries),
@@ -113,7 +113,7 @@ def read_bright(repository: Repository, subset: str) -> Task:
     """Read a subset of BRIGHT (Su et al., 2024), a split of `documents` (`id`, `content`) and of `examples`: `id`, `query`,
     `gold_ids` (relevant documents), `excluded_ids` (never ranked for it, such as the source of the query).
     """
-    examples = list(repository.rows("examples", subset, ("id", "query"), ("gold_ids", "excluded_ids")))
+    examples = list(repository.rows("examples", subset, ("id", "query", "gold_ids", "excluded_ids")))
     excluded = {str(e["id"]): frozenset(map(str, e["excluded_ids"])) - {_NOT_AVAILABLE} for e in examples}
     rows = partial(repository.rows, "documents", subset, ("id", "content"))
     return Task(
@@ -134,7 +134,7 @@ def read_mair(queries: Repository, docs: Repository, config: str) -> Task:
     """Read a task of MAIR (Sun et al., 2024): `queries` (`qid`, `instruction`, `query`, `labels` with `id` and `score`) and
     `docs` (`id`, `doc`).
     """
-    rows = list(queries.rows(config, None, ("qid", "instruction", "query"), ("labels",)))
+    rows = list(queries.rows(config, None, ("qid", "instruction", "query", "labels")))
     labels = []
     for row in rows:
         for label in row["labels"]:

@@ -98,36 +98,30 @@ class Repository:
             raise self.fault(f"{self.path} has {few}", self.remedy)
         return [self.path / name for name in names]
 
-    def rows(
-        self, config: str, split: str | None, columns: Sequence[str], lists: Sequence[str] = ()
-    ) -> Iterator[dict[str, Any]]:
+    def rows(self, config: str, split: str | None, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield the rows of a split in bounded memory, each with every required column under the name that is given here.
 
         Args:
             config, split: as `files` takes them.
-            columns: required columns of single values; `_id|id` accepts either name.
-            lists: required columns of lists.
+            columns: required columns; `_id|id` accepts either name.
 
         Raises:
-            InputError: a file cannot be read, a row lacks a column, or a value is a list where it must not be or vice versa.
+            InputError: a file cannot be read, or a row lacks a column.
         """
         for file in self.files(config, split):
             for number, values in enumerate(raw_rows(file, f"tasks={self.task}: file"), start=1):
-                for column in (*columns, *lists):
+                for column in columns:
                     present = next((name for name in column.split("|") if values.get(name) is not None), None)
-                    where = f"{file}: row {number}: column {column.replace('|', ' or ')}"
                     if present is None:
+                        where = f"{file}: row {number}: column {column.replace('|', ' or ')}"
                         raise self.fault(f"{where} is missing or null; the row has {', '.join(values)}", "add it")
-                    if isinstance(values[present], list) != (column in lists) or isinstance(values[present], dict):
-                        remedy = "give a list" if column in lists else "give a single value"
-                        raise self.fault(f"{where} holds {repr(values[present])[:60]}", remedy)
                     values[column] = values[present]
                 yield values
 
-    def by_query(self, config: str, columns: Sequence[str], lists: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    def by_query(self, config: str, column: str) -> dict[str, dict[str, Any]]:
         """Return the rows of a configuration with at most one row per query: `query-id` -> row."""
         row_of: dict[str, dict[str, Any]] = {}
-        for row in self.rows(config, None, ("query-id", *columns), lists):
+        for row in self.rows(config, None, ("query-id", column)):
             query = str(row["query-id"])
             if query in row_of:
                 raise self.fault(f"query {query} has two rows in `{config}`", "keep one")

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from infembed_ray.evaluation.paper.collection import collect
-from infembed_ray.evaluation.paper.figures import figure_5, figure_6
-from infembed_ray.evaluation.paper.published import TABLES
+from infembed_ray.evaluation.paper.results_report import figure_5, figure_6
+from infembed_ray.evaluation.paper.sheets import TABLES
 from tests.evaluation.paper import made
 
 NAMED = {"trained": "InF-Embed (e5-base-v2)"}

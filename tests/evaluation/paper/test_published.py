@@ -2,8 +2,7 @@
 
 import pytest
 
-from infembed_ray.evaluation.paper.published import COLUMNS, TABLES
-from infembed_ray.evaluation.paper.sheets import plain
+from infembed_ray.evaluation.paper.sheets import COLUMNS, TABLES, plain
 from infembed_ray.evaluation.tasks.catalogue import TASKS
 from infembed_ray.training.losses import Objective
 

@@ -5,9 +5,8 @@ import pytest
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.paper.collection import collect
-from infembed_ray.evaluation.paper.published import TABLES
 from infembed_ray.evaluation.paper.results_report import of_evaluation
-from infembed_ray.evaluation.paper.sheets import as_markdown, obedience, ours, papers
+from infembed_ray.evaluation.paper.sheets import TABLES, as_markdown, obedience, ours, papers
 from tests.evaluation.paper import made
 
 ROWS = {"uni{P}": (0.1, {"epochs": 2}), "multi{P,I}": (0.4, {"epochs": 2}), "multi{P,I}, temperature=0.02": (0.4, {})}

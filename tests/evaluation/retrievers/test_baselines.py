@@ -6,8 +6,7 @@ import pytest
 import yaml
 
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.paper.published import TABLES
-from infembed_ray.evaluation.paper.sheets import plain
+from infembed_ray.evaluation.paper.sheets import TABLES, plain
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.formats import fill, passage_text, query_text

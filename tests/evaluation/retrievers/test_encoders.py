@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoTokenizer
 from infembed_ray.config.training import Lora
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.retrievers.retriever import TextEncoder
+from infembed_ray.evaluation.retrievers.baselines import TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling import adapters
 from infembed_ray.modeling.encoder import InstructionEncoder
