@@ -101,7 +101,7 @@ def small_chunks():
 
 @pytest.mark.ray
 def test_candidates_exclusions_rerankers_and_bm25_rank_as_in_one_process(published, settings):
-    found = results.read(published.path).scores
+    evaluated = results.read(published.path).scores
     loaded = {
         name: baselines.load(baselines.resolve(label, settings.models[label]))
         for name, label in (("base", "query first"), ("bm25", "bm25"), ("cross", "cross"))
@@ -112,7 +112,7 @@ def test_candidates_exclusions_rerankers_and_bm25_rank_as_in_one_process(publish
         for label, ranked in in_one_process(task, **loaded).items():
             label = "query first" if label == "base" else label
             for figure, values in score(task, ranked).items():
-                assert found[label][name][figure] == pytest.approx(values, abs=1e-6), (label, name, figure)
+                assert evaluated[label][name][figure] == pytest.approx(values, abs=1e-6), (label, name, figure)
             written = runs.read(
                 published.path / "runs" / runs.file_name(label) / f"{runs.file_name(name)}.run.gz", "runs"
             )
@@ -138,14 +138,14 @@ def in_one_process(task, base, bm25, cross):
 
 @pytest.mark.ray
 def test_published_counts_tasks_and_models(published, settings):
-    found = results.read(published.path)
-    counted = [asked.about for asked in found.tasks.values()]
-    assert list(found.tasks) == [*BENCHMARKS, "records"]
+    evaluated = results.read(published.path)
+    counted = [asked.about for asked in evaluated.tasks.values()]
+    assert list(evaluated.tasks) == [*BENCHMARKS, "records"]
     assert counted[2].items() >= {"queries": 15, "passages": 15 + 50, "distractors": 50}.items()
     totals = {name: sum(about[name] for about in counted) for name in ("queries", "passages")}
     assert published.manifest["counts"] == {"tasks": 3, **totals}
-    assert published.manifest["figures"] == found.figures
-    assert found.models["query first"]["model"] == settings.models["query first"]
+    assert published.manifest["figures"] == evaluated.figures
+    assert evaluated.models["query first"]["model"] == settings.models["query first"]
     assert "| query first |" in (published.path / "table.md").read_text()
     assert "query first" in Page((published.path / "report.html").read_text()).text
 
@@ -172,16 +172,18 @@ def test_two_runs_are_compared_without_ray(tmp_path, monkeypatch):
 
     done = run(EvaluateSettings(**settings, output=str(tmp_path / "out")))
 
-    found = results.read(done.path)
+    evaluated = results.read(done.path)
     evaluator = pytrec_eval.RelevanceEvaluator(qrels, {"ndcg_cut.10"})
     for name, ranking in rankings.items():
         expected = {q: values["ndcg_cut_10"] for q, values in evaluator.evaluate(ranking).items()}
-        assert found.scores[name][task]["nDCG@10"] == pytest.approx(expected, abs=1e-9)
-    changes = [found.scores["mine"][task]["nDCG@10"][q] - found.scores["theirs"][task]["nDCG@10"][q] for q in qrels]
+        assert evaluated.scores[name][task]["nDCG@10"] == pytest.approx(expected, abs=1e-9)
+    changes = [
+        evaluated.scores["mine"][task]["nDCG@10"][q] - evaluated.scores["theirs"][task]["nDCG@10"][q] for q in qrels
+    ]
     sums = [abs(sum(s * c for s, c in zip(signs, changes, strict=True))) for signs in product((1, -1), repeat=5)]
     p_value = sum(total >= abs(sum(changes)) - 1e-12 for total in sums) / 32
-    column = tables.columns(found)[task][0]
-    assert tables.cells(found, column)["mine"].p == pytest.approx(p_value)
+    column = tables.columns(evaluated)[task][0]
+    assert tables.cells(evaluated, column)["mine"].p == pytest.approx(p_value)
     assert "Where the models differ most" in Page((done.path / "report.html").read_text()).text
 
 
@@ -213,14 +215,14 @@ def test_stored_chunks_are_reused(published, settings, query_first, tmp_path):
 
 @pytest.mark.ray
 def test_controls_are_asked_of_every_model_and_are_in_every_report(published, settings):
-    found = results.read(published.path)
-    assert list(found.obedience) == list(settings.models)  # BM25 is a model here
-    assert all(list(of_model) == ["followir/core17", "records"] for of_model in found.obedience.values())
-    means = found.obedience_means
+    evaluated = results.read(published.path)
+    assert list(evaluated.obedience) == list(settings.models)  # BM25 is a model here
+    assert all(list(of_model) == ["followir/core17", "records"] for of_model in evaluated.obedience.values())
+    means = evaluated.obedience_means
     for label in settings.models:
         own = means[label]["records"]
         assert list(own) == list(CONDITIONS)
-        assert own["as given"]["p-MRR"] == found.figures[label]["records"]["p-MRR"]
+        assert own["as given"]["p-MRR"] == evaluated.figures[label]["records"]["p-MRR"]
         assert own["query only"]["p-MRR"] == 0
         assert own["inverted"]["p-MRR"] == pytest.approx(-own["as given"]["p-MRR"])
         assert own["shuffled"]["p-MRR"] != own["generic"]["p-MRR"]
@@ -259,11 +261,11 @@ def test_published_runs_give_the_same_figures_without_the_model(published, setti
             }
         )
     )
-    before, found = results.read(published.path), results.read(again.path)
-    assert found.scores["again"] == before.scores["query first"]
-    assert found.obedience["again"] == before.obedience["query first"]
-    assert list(found.obedience) == ["again", "BM25"]
-    assert found.obedience["BM25"]["records"].keys() == set(CONDITIONS)
+    before, evaluated = results.read(published.path), results.read(again.path)
+    assert evaluated.scores["again"] == before.scores["query first"]
+    assert evaluated.obedience["again"] == before.obedience["query first"]
+    assert list(evaluated.obedience) == ["again", "BM25"]
+    assert evaluated.obedience["BM25"]["records"].keys() == set(CONDITIONS)
 
 
 def settings_file(settings):

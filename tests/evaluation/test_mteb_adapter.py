@@ -50,7 +50,7 @@ class Remembering:
 
     def __init__(self, encoder):
         self.encoder = encoder
-        self.known = {}
+        self.embeddings = {}
 
     def encode_queries(self, queries):
         return self._all([(q.query, q.instruction) for q in queries], queries, self.encoder.encode_queries)
@@ -59,10 +59,10 @@ class Remembering:
         return self._all(texts, texts, self.encoder.encode_passages)
 
     def _all(self, keys, texts, encode):
-        new = {key: text for key, text in zip(keys, texts, strict=True) if key not in self.known}
+        new = {key: text for key, text in zip(keys, texts, strict=True) if key not in self.embeddings}
         if new:
-            self.known |= dict(zip(new, encode(list(new.values())), strict=True))
-        return np.stack([self.known[key] for key in keys])
+            self.embeddings |= dict(zip(new, encode(list(new.values())), strict=True))
+        return np.stack([self.embeddings[key] for key in keys])
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +124,11 @@ def test_followir_agrees_with_mteb(name, mirror, encoder):
     task = catalogue.load(name, str(mirror))
     other = in_mteb(name, mirror)
     scores = theirs(other, encoder)
-    run, found = ours(task, encoder)
+    run, scored = ours(task, encoder)
     assert_same_rankings(run, other.run)
     assert_same_values(task, run, other.seen)
     main, beside = task.figures
-    averages = means(found)
+    averages = means(scored)
     assert averages[main.name] == pytest.approx(scores["p-MRR"], abs=1e-6)
     assert averages[main.name] != 0
     key = beside.measure.lower().replace("@", "_at_")
@@ -144,10 +144,10 @@ def test_bright_agrees_with_version_1_1_of_mteb(subset, mirror, encoder):
     task = catalogue.load(f"bright/{subset}", str(mirror))
     other = in_mteb(f"bright/{subset}", mirror)
     scores = theirs(other, encoder)
-    run, found = ours(task, encoder)
+    run, scored = ours(task, encoder)
     assert_same_rankings(run, other.run)
     assert_same_values(task, run, other.seen)
-    assert means(found)["nDCG@10"] == pytest.approx(scores["ndcg_at_10"], abs=ROUNDING)
+    assert means(scored)["nDCG@10"] == pytest.approx(scores["ndcg_at_10"], abs=ROUNDING)
     assert bool(task.excluded) == (subset == "leetcode")
     assert not any(task.excluded.get(query, frozenset()) & ranking.keys() for query, ranking in other.run.items())
 
@@ -156,10 +156,10 @@ def test_instructir_agrees(mirror, encoder):
     task = catalogue.load("instructir", str(mirror))
     other = in_mteb("instructir", mirror)
     scores = theirs(other, encoder)
-    run, found = ours(task, encoder)
+    run, scored = ours(task, encoder)
     assert_same_rankings(run, other.run)
     assert_same_values(task, run, other.seen)
-    averages = means(found)
+    averages = means(scored)
     assert averages["Robustness@10"] == pytest.approx(scores["robustness_at_10"], abs=1e-6)
     assert averages["nDCG@10"] == pytest.approx(scores["ndcg_at_10"], abs=ROUNDING)
     assert 0 < averages["Robustness@10"] < averages["nDCG@10"]

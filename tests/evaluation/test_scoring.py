@@ -33,9 +33,9 @@ def test_p_mrr_is_0_for_rankings_that_ignore_the_instruction():
 
 def test_p_mrr_is_null_without_changes_and_0_without_results():
     task = instruction_following([replace(record("r"), hard_negative_document_1="answer of r")])
-    found = means(score(task, {q.id: {} for q in task.queries}))
-    assert found["p-MRR"] is None
-    assert found["MAP@1000"] == 0
+    values = means(score(task, {q.id: {} for q in task.queries}))
+    assert values["p-MRR"] is None
+    assert values["MAP@1000"] == 0
 
 
 def test_robustness_is_over_groups_and_recall_over_queries():

@@ -100,9 +100,9 @@ def test_interrupted_sweep_resumes_without_repeating_trials(published, interrupt
     made = manifests(values)
     assert len(made) == 2 * 4
     assert interrupted.items() <= made.items()
-    found = results.read(published.path)
-    assert list(found.models) == [f"{row}, tiny, seed {seed}" for row in values["objectives"] for seed in (1, 2)]
-    assert found.models["uni{P}, tiny, seed 2"]["train"]["objective"] == "uni{P}"
+    evaluated = results.read(published.path)
+    assert list(evaluated.models) == [f"{row}, tiny, seed {seed}" for row in values["objectives"] for seed in (1, 2)]
+    assert evaluated.models["uni{P}, tiny, seed 2"]["train"]["objective"] == "uni{P}"
     markdown = (published.path / "table.md").read_text()
     assert "| uni{P} (2 seeds) |" in markdown
     assert " ± " in markdown
@@ -166,12 +166,12 @@ def test_a_sweep_on_nodes_without_a_common_directory_gives_the_same_table(bucket
         for node in nodes:  # with room for one worker each
             cluster.add_node(num_cpus=2, object_store_memory=MEMORY, env_vars={SCRATCH: str(node)})
         ray.init(cluster.address, log_to_driver=False)
-        expected, found = run(stored_settings(local)), run(stored_settings(folder))
+        expected, published = run(stored_settings(local)), run(stored_settings(folder))
     finally:
         ray.shutdown()
         cluster.shutdown()
     output = find_input(f"{folder}/output", "output")
-    assert found.uri == output.uri
+    assert published.uri == output.uri
     for name in ("table.md", results.PER_QUERY_FILE):
         assert read_binary(output / name) == (expected.path / name).read_bytes()
     (model,) = (local / "output/trials").glob("*/checkpoint/*/model.safetensors")

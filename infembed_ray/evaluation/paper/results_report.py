@@ -14,7 +14,7 @@ from infembed_ray.evaluation import obedience, results, tables
 from infembed_ray.evaluation.differences import Difference
 from infembed_ray.evaluation.paper import sheets
 from infembed_ray.evaluation.paper.collection import CombinedResults, ReportedModel, collect
-from infembed_ray.evaluation.paper.sheets import MODELS, TABLES, Sheet, plain, stands_for
+from infembed_ray.evaluation.paper.sheets import MODELS, TABLES, plain, stands_for
 from infembed_ray.evaluation.results import Results, conventions_of
 from infembed_ray.evaluation.significance import LEVEL, Compared, IntervalEstimate
 from infembed_ray.evaluation.tables import Column
@@ -26,7 +26,7 @@ from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import Published, Step, find_input
 
-PAGE, MARKDOWN = tables.REPORT_FILE, "report.md"
+PAGE = tables.REPORT_FILE
 PAPER = [catalogue.BENCHMARKS[name].title for name in ("followir", f"followir{catalogue.AS_PAPER}")]
 """Titles of the benchmark whose models the paper compares in Figure 5."""
 
@@ -141,48 +141,38 @@ def _x100(cell: Compared) -> IntervalEstimate:
 # -------------------------------------------------------------------------------------------------------------- report
 
 
-@dataclass(frozen=True)
 class Report:
-    """The tables and figures of combined results."""
+    """The tables and figures of the results of some outputs.
 
-    outputs: Mapping[str, str]
-    """Label -> path of each evaluated output."""
-    collection: CombinedResults
-    ours: Sequence[Sheet]
-    papers: Sequence[Sheet]
-    """The paper's tables, with our rows."""
-    bar_charts: Sequence[Chart]
-    """Figures 5 and 6."""
-    differences: Sequence[Difference] = ()
+    Args:
+        outputs: label -> path of each output, for readers.
+        evaluated: label -> results.
+        rows: as `sheets.papers` takes them.
+        unfiltered: as `figure_6` takes them.
+        differences: queries on which the models differ most.
+    """
 
-    @classmethod
-    def from_collection(
-        cls,
+    def __init__(
+        self,
         outputs: Mapping[str, str],
-        collection: CombinedResults,
+        evaluated: Mapping[str, Results],
         rows: Mapping[str, str] | None = None,
         unfiltered: Sequence[str] = (),
         differences: Sequence[Difference] = (),
-    ) -> Report:
-        """Make the tables and figures; see `sheets.papers` for `rows`, `figure_6` for `unfiltered`."""
-        own = [*sheets.ours(collection), *sheets.obedience(collection)]
-        papers, charts = sheets.papers(collection, rows or {}), figure_5(collection, rows or {})
-        return cls(outputs, collection, own, papers, [*charts, *figure_6(collection, unfiltered)], differences)
-
-    @property
-    def baselines(self) -> str | None:
+    ) -> None:
+        self.outputs, self.differences = outputs, differences
+        self.collection = combined = collect(evaluated)
+        self.ours = [*sheets.ours(combined), *sheets.obedience(combined)]
+        self.papers = sheets.papers(combined, rows or {})
+        self.bar_charts = [*figure_5(combined, rows or {}), *figure_6(combined, unfiltered)]
+        baselines = list(dict.fromkeys(m.baseline for key, m in combined.models.items() if m.baseline != key))
+        self.baselines = repr(baselines[0]) if baselines else None
         """The baseline of the differences, in words; None without differences."""
-        compared = [model for key, model in self.collection.models.items() if model.baseline != key]
-        baselines = list(dict.fromkeys(model.baseline for model in compared))
         if len(baselines) > 1:
-            return "the first model of the same output, of a sweep its backbone as it is"
-        return repr(baselines[0]) if baselines else None
-
-    @property
-    def conventions(self) -> Mapping[str, str]:
+            self.baselines = "the first model of the same output, of a sweep its backbone as it is"
+        controls = obedience.MEANINGS if combined.results.obedience else {}
+        self.conventions = conventions_of(combined.results.measures) | controls
         """How each measure is computed, and what each control asks."""
-        results = self.collection.results
-        return conventions_of(results.measures) | (obedience.MEANINGS if results.obedience else {})
 
     @property
     def summary(self) -> str:
@@ -193,20 +183,16 @@ class Report:
     def as_html(self) -> str:
         """Render the page; equal reports give equal HTML."""
         models, tasks = self.collection.models.values(), self.collection.results.tasks.values()
-        shown = [figure.name for task in tasks for figure in task.figures]
+        shown = tuple(figure.name for task in tasks for figure in task.figures)
         return page.render(
             "infembed_ray.evaluation.paper",
             "page.html",
             **vars(self),
             runs=sum(len(model.runs) for model in models),
             spread=any(len(model.runs) > 1 for model in models),
-            baselines=self.baselines,
             mark=tables.MARK,
             note=tables.note(self.baselines),
-            conventions=self.conventions,
-            notation={
-                mark: text for mark, text in infir.MEANINGS.items() if any(name.endswith(mark) for name in shown)
-            },
+            notation={mark: text for mark, text in infir.MEANINGS.items() if any(n.endswith(mark) for n in shown)},
             source=sheets.SOURCE,
             spans=lambda sheet: [(over, len(list(same))) for over, same in groupby(sheet.columns, key=lambda c: c[0])],
         )
@@ -218,22 +204,19 @@ class Report:
         shown = [sheet for sheet in self.ours if sheet.of != sheets.CONTROLLED]
         return "\n\n".join([*map(sheets.as_text, shown), (about if self.baselines else "") + files])
 
-    def as_markdown(self, with_paper: bool = True) -> str:
-        """Format our tables, perhaps the paper's, and how the numbers are computed."""
+    def as_markdown(self) -> str:
+        """Format our tables, and how the numbers are computed."""
         parts = ["# Evaluation report"]
         parts += ["\n\n".join(filter(None, (f"## {s.name}", s.note, sheets.as_markdown(s)))) for s in self.ours]
-        for sheet in sorted(self.papers if with_paper else (), key=lambda sheet: not sheet.ours):
-            mine = "the paper's numbers, ours in bold; x100" if sheet.ours else "the paper's numbers only; x100"
-            parts.append(f"## {sheet.name}: {sheet.title}\n\n{mine}\n\n{sheets.as_markdown(sheet)}")
         listed = dict(self.conventions)
         for task, asked in self.collection.results.tasks.items():
             listed[task] = ", ".join(f"{fact.replace('_', ' ')} {value}" for fact, value in asked.about.items())
         parts += [tables.note(self.baselines), "\n".join(f"- {name}: {text}" for name, text in listed.items())]
-        return "\n\n".join([*parts, *([f"The paper: {sheets.SOURCE}."] if with_paper else [])]) + "\n"
+        return "\n\n".join(parts) + "\n"
 
 
 def run(settings: ReportSettings) -> Published:
-    """Publish `report.html` and `report.md`.
+    """Publish `report.html`.
 
     Raises:
         InputError: an output cannot be read, or not be combined with another, or a name in the settings is unknown.
@@ -244,7 +227,6 @@ def run(settings: ReportSettings) -> Published:
     report = _compose(settings, paths)
     with step.publish() as staging:
         (staging.path / PAGE).write_text(report.as_html(), encoding="utf-8")
-        (staging.path / MARKDOWN).write_text(report.as_markdown(), encoding="utf-8")
         staging.counts = {"models": len(report.collection.models), "tasks": len(report.collection.results.tasks)}
         staging.facts = {"tables_with_ours": [sheet.name for sheet in report.papers if sheet.ours]}
     say(f"report: {report.summary}")
@@ -265,20 +247,20 @@ def prepare(settings: ReportSettings) -> tuple[dict[str, Place], Step]:
 
 
 def _compose(settings: ReportSettings, paths: Mapping[str, Place]) -> Report:
-    collection = collect({label: results.read(path, f"results.{label}") for label, path in paths.items()})
-    return Report.from_collection(settings.results, collection, settings.rows, settings.unfiltered)
+    evaluated = {label: results.read(path, f"results.{label}") for label, path in paths.items()}
+    return Report(settings.results, evaluated, settings.rows, settings.unfiltered)
 
 
 def of_evaluation(output: str, evaluated: Results, differences: Sequence[Difference] = ()) -> Report:
     """Make the report of a single evaluation, whose output is at this path."""
-    return Report.from_collection({"results": output}, collect({"results": evaluated}), differences=differences)
+    return Report({"results": output}, {"results": evaluated}, differences=differences)
 
 
 def write(directory: Path, output: str, evaluated: Results, differences: Sequence[Difference] = ()) -> Report:
     """Write the results of an evaluation or a sweep into a directory, with their report; return the report."""
     results.write(directory, evaluated)
     report = of_evaluation(output, evaluated, differences)
-    (directory / tables.TABLE_FILE).write_text(report.as_markdown(with_paper=False), encoding="utf-8")
+    (directory / tables.TABLE_FILE).write_text(report.as_markdown(), encoding="utf-8")
     (directory / PAGE).write_text(report.as_html(), encoding="utf-8")
     return report
 

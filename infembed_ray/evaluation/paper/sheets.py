@@ -335,27 +335,23 @@ def plain(name: str) -> str:
 
 
 def as_markdown(sheet: Sheet) -> str:
-    """Format a table, ours in bold beside the paper's, with remarks on errors in the paper's print."""
+    """Format a table of our own."""
     wide = len(sheet.columns)
     rows = [[sheet.of, *sheet.titles], ["---"] + ["---:"] * wide]
     for section, lines in groupby(sheet.lines, key=lambda line: line.section):
         if section:
             rows.append([f"*{section}*"] + [""] * wide)
         for line in lines:
-            label = f"**{line.label}**" if line.ours and sheet.mixed else line.label
-            label += f" ({line.seeds} seeds)" if line.seeds > 1 else ""
+            label = f"{line.label} ({line.seeds} seeds)" if line.seeds > 1 else line.label
             rows.append([label, *map(_markdown, line.numbers)])
-    table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    remarks = [f"- † {remark}" for remark in sheet.remarks]
-    return "\n".join([*table, *(["", *remarks] if remarks else [])])
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
 def _markdown(number: Number | None) -> str:
     if number is None:
         return "—"
     difference = (number.difference or "").replace(MARK, f"\\{MARK}")
-    parts = (number.value + "†" * bool(number.remark), number.interval, number.spread, difference)
-    return " ".join(filter(None, parts))
+    return " ".join(filter(None, (number.value, number.interval, number.spread, difference)))
 
 
 def as_text(sheet: Sheet) -> str:

@@ -35,15 +35,15 @@ def scores(tasks, model, better):
 
 def benchmarks(*names):
     """Return the tasks of benchmarks, with the figures that their averages need."""
-    found = {}
+    summaries = {}
     for name in names:
         benchmark = BENCHMARKS[name]
         for entry in benchmark.tasks:
             shown = dict.fromkeys(
                 of_task[entry.name] for of_task in benchmark.averages.values() if entry.name in of_task
             )
-            found[entry.name] = TaskSummary(tuple(Figure(f, f) for f in shown), {}, {"queries": len(QUERIES)})
-    return found
+            summaries[entry.name] = TaskSummary(tuple(Figure(f, f) for f in shown), {}, {"queries": len(QUERIES)})
+    return summaries
 
 
 def evaluation(tasks, models):

@@ -84,6 +84,6 @@ def test_trainings_with_other_settings_are_not_compared_in_figure_6():
 
 
 def test_a_figure_over_nothing_is_not_drawn():
-    found = made.evaluation(made.records(), {"only": ("runs/x", 0)})
-    nothing = {"only": {"records": found.scores["only"]["records"] | {"p-MRR": {}}}}
-    assert figure_5(collect({"a": replace(found, scores=nothing)}), {}) == []
+    alone = made.evaluation(made.records(), {"only": ("runs/x", 0)})
+    nothing = {"only": {"records": alone.scores["only"]["records"] | {"p-MRR": {}}}}
+    assert figure_5(collect({"a": replace(alone, scores=nothing)}), {}) == []

@@ -27,13 +27,13 @@ def cells(number, printed=False):
 
 def off(values, parts, whole, tolerance):
     """Return rows and backbones whose mean differs from that of its parts by more than rounding."""
-    found = set()
+    differing = set()
     for (row, backbone, column), value in values.items():
         if column == whole and all((row, backbone, part) in values for part in parts):
             mean = sum(values[row, backbone, part] for part in parts) / len(parts)
             if abs(mean - value) > tolerance:
-                found.add((row, backbone, column))
-    return found
+                differing.add((row, backbone, column))
+    return differing
 
 
 def test_tables_have_their_rows_and_columns():

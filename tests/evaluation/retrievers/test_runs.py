@@ -82,9 +82,9 @@ def test_a_run_without_the_control_queries_has_as_given_and_inverted_only():
     task = instruction_following([record("tides"), record("bread")])
     controls = Controls.from_task(task)
     run = {query.id: dict.fromkeys(task.qrels[query.id], 1.0) for query in task.queries}
-    found = controls.measure(task, run)
-    assert list(found) == ["as given", "inverted"]
-    assert found["as given"]["p-MRR"] == score(task, run)["p-MRR"]
+    measured = controls.measure(task, run)
+    assert list(measured) == ["as given", "inverted"]
+    assert measured["as given"]["p-MRR"] == score(task, run)["p-MRR"]
 
 
 @pytest.mark.parametrize(
