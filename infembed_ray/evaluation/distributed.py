@@ -6,7 +6,7 @@ searches read them in blocks, so the driver and Ray's object store hold neither.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.retrievers import baselines, runs
 from infembed_ray.evaluation.retrievers.baselines import Ranker
 from infembed_ray.evaluation.search import exact_search, rows_of
-from infembed_ray.evaluation.tasks.task import CORPUS, Obedience, Query, Scores, Task, score
+from infembed_ray.evaluation.tasks.task import CORPUS, Obedience, Scores, Task, score
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, errors_of_tasks
 from infembed_ray.storage import steps
@@ -144,22 +144,21 @@ def _encode_and_search(
     with track(f"search {model.label}", inputs.size[0]) as advance:
         for task in inputs.tasks:
             embeddings = [files[chunk] for chunk in passages[task.name]]
-            searches = [
-                _search.options(num_gpus=settings.gpus_per_actor).remote(
-                    _without_corpus(task, chunk.queries),
-                    files[chunk],
-                    task.corpus_file,
-                    embeddings,
-                    settings.depth,
-                    "cuda" if settings.gpus_per_actor else "cpu",
+            search = _search.options(num_gpus=settings.gpus_per_actor)
+            device = "cuda" if settings.gpus_per_actor else "cpu"
+            searches = []
+            for chunk in queries[task.name]:
+                ids = [query.id for query in chunk.queries]
+                candidates = None if task.candidates is None else [task.candidates[query] for query in ids]
+                excluded = [task.excluded.get(query, ()) for query in ids]
+                restricted = candidates, excluded if any(excluded) else None
+                searches.append(
+                    (ids, search.remote(files[chunk], embeddings, task.corpus_file, restricted, settings.depth, device))
                 )
-                for chunk in queries[task.name]
-            ]
             run: dict[str, Mapping[str, float]] = {}
-            for search in searches:
-                rankings = _result(search)
-                run |= rankings
-                advance(len(rankings))
+            for ids, rankings in searches:
+                run |= zip(ids, _result(rankings), strict=True)
+                advance(len(ids))
             yield task, run
 
 
@@ -196,28 +195,12 @@ def _rank_tasks(
     connect()
     with track(f"rank {model.label}", len(inputs.tasks)) as advance:
         rankings = [
-            _rank.remote(model.retriever, _without_corpus(task), task.corpus_file, settings.depth)
+            _rank.remote(model.retriever, replace(task, corpus=CORPUS.empty_table()), settings.depth)
             for task in inputs.tasks
         ]
         for task, ranking in zip(inputs.tasks, rankings, strict=True):
             yield task, _result(ranking)
             advance()
-
-
-def _without_corpus(task: Task, queries: Sequence[Query] | None = None) -> Task:
-    """Return what a search needs of a task: no corpus, and only the given queries, so that it is small to send."""
-    task = replace(task, corpus=CORPUS.empty_table())
-    if queries is None:
-        return task
-    ids = {query.id for query in queries}
-    return replace(
-        task,
-        queries=tuple(queries),
-        qrels={},
-        changes=(),
-        candidates=None if task.candidates is None else {q: d for q, d in task.candidates.items() if q in ids},
-        excluded={query: documents for query, documents in task.excluded.items() if query in ids},
-    )
 
 
 def _flat(lists: Iterable[Sequence[T]]) -> list[T]:
@@ -304,33 +287,27 @@ def _compute_chunks(
 
 @ray.remote(scheduling_strategy=_OUTSIDE_TRIALS)
 def _search(
-    task: Task,
     queries: Place,
-    corpus: Place,
     passages: Sequence[Place],
+    corpus: Place,
+    restricted: tuple[Sequence[Sequence[str]] | None, Sequence[Collection[str]] | None],
     depth: int,
     device: str,
-) -> dict[str, dict[str, float]]:
-    """Rank a task's queries, given the files of their embeddings and of the passages' embeddings."""
-    restricted = any(task.excluded.values())
-    rankings = exact_search(
-        next(read_all([queries])),
-        read_all(passages),
-        shared(corpus)["id"],
-        depth,
-        candidates=None if task.candidates is None else [task.candidates[query.id] for query in task.queries],
-        excluded=[task.excluded.get(query.id, ()) for query in task.queries] if restricted else None,
-        device=device,
+) -> list[dict[str, float]]:
+    """Rank queries, given the files of embeddings, and the candidates and the excluded documents of each query."""
+    candidates, excluded = restricted
+    embeddings, ids = next(read_all([queries])), shared(corpus)["id"]
+    return exact_search(
+        embeddings, read_all(passages), ids, depth, candidates=candidates, excluded=excluded, device=device
     )
-    return {query.id: ranking for query, ranking in zip(task.queries, rankings, strict=True)}
 
 
 @ray.remote(scheduling_strategy=_OUTSIDE_TRIALS)
-def _rank(retriever: RetrieverSettings, task: Task, corpus: Place, depth: int) -> Run:
-    """Rank a whole task in one process."""
+def _rank(retriever: RetrieverSettings, task: Task, depth: int) -> Run:
+    """Rank a whole task, whose corpus is in its file, in one process."""
     ranker = baselines.load(retriever)
     assert isinstance(ranker, Ranker)
-    return ranker.rank(replace(task, corpus=shared(corpus)), depth)
+    return ranker.rank(replace(task, corpus=shared(task.corpus_file)), depth)
 
 
 def _result(task: ray.ObjectRef) -> Any:

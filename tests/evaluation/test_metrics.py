@@ -25,17 +25,17 @@ def chance():
     for n in range(200):
         top = 0 if n % 20 == 0 else 3
         qrels[f"q{n}"] = {d: rng.randint(0, top) for d in rng.sample(documents, rng.randint(1, 40))}
-        measured = rng.sample(documents, rng.randint(0, 50))
-        run[f"q{n}"] = {d: rng.randint(0, 9) / 8 if n % 2 else rng.random() for d in measured}
+        ranked = rng.sample(documents, rng.randint(0, 50))
+        run[f"q{n}"] = {d: rng.randint(0, 9) / 8 if n % 2 else rng.random() for d in ranked}
     return qrels, run
 
 
 def test_a_query_without_results_or_without_relevant_documents_counts_zero():
-    qrels = {"measured": {"a": 1}, "empty": {"a": 1}, "absent": {"a": 1}, "irrelevant": {"a": 0}, "unjudged": {}}
-    run = {"measured": {"a": 1.0}, "empty": {}, "irrelevant": {"a": 1.0}, "unjudged": {"a": 1.0}, "unasked": {"a": 1.0}}
+    qrels = {"relevant": {"a": 1}, "empty": {"a": 1}, "absent": {"a": 1}, "irrelevant": {"a": 0}, "unjudged": {}}
+    run = {"relevant": {"a": 1.0}, "empty": {}, "irrelevant": {"a": 1.0}, "unjudged": {"a": 1.0}, "unasked": {"a": 1.0}}
     for measure in ("nDCG@10", "MAP@1000", "recall@10", "MRR@10"):
         values = {query: value[measure] for query, value in trec_measures(qrels, run, [measure]).items()}
-        assert values == {"measured": 1.0, "empty": 0.0, "absent": 0.0, "irrelevant": 0.0, "unjudged": 0.0}
+        assert values == {"relevant": 1.0, "empty": 0.0, "absent": 0.0, "irrelevant": 0.0, "unjudged": 0.0}
 
 
 def test_numpy_scores_work_and_equal_in_single_precision_is_a_tie():
@@ -111,8 +111,8 @@ def test_p_mrr_equals_that_of_mteb_in_1000_random_cases_with_ties_and_missing_do
     documents = [f"d{n}" for n in range(30)]
 
     def a_ranking():
-        measured = rng.sample(documents, rng.randint(0, len(documents)))
-        return {d: rng.randint(0, 6) / 8 for d in measured}
+        ranked = rng.sample(documents, rng.randint(0, len(documents)))
+        return {d: rng.randint(0, 6) / 8 for d in ranked}
 
     tied = missing = 0
     for _ in range(1000):
