@@ -48,8 +48,6 @@ class Number:
     difference: str | None = None
     """Difference to the baseline, with its sign, and `MARK` if it is significant."""
     p_holm: float | None = None
-    remark: str | None = None
-    """What is wrong or doubtful in the paper's print."""
 
     @classmethod
     def from_cell(cls, column: Column, cell: Compared, spread: float | None = None) -> Number:

@@ -120,7 +120,7 @@ def _table_5() -> Iterator[tuple[str, Bars]]:
     """Yield group and bars of the paper's models that have both numbers."""
     places = [TABLES["5"].columns.index(name) for name in ("FollowIR p-MRR", "FollowIR score")]
     for row in TABLES["5"].rows:
-        values = [value for place in places if (value := row.numbers[place].value) is not None]
+        values = [value for place in places if (value := row.numbers[place]) is not None]
         if len(values) == 2:
             yield row.section, Bars(row.name, False, tuple(IntervalEstimate(value, value, value) for value in values))
 

@@ -29,39 +29,20 @@ MODELS = ("2", "5")
 
 
 @dataclass(frozen=True)
-class Printed:
-    """A number of the paper, x100."""
-
-    value: float | None
-    """The correct value; None if the paper has none."""
-    printed: str | None = None
-    """The paper's print, if it is known to be wrong."""
-    why: str | None = None
-    """Reason of the correction, or what the number contradicts."""
-
-    @property
-    def remark(self) -> str | None:
-        """The correction or the doubt in words."""
-        state = f"printed {self.printed}, read as {self.value}" if self.printed else "doubtful"
-        return f"{state}: {self.why}" if self.why else None
-
-
-@dataclass(frozen=True)
 class Row:
     """A row of a table."""
 
     name: str
     section: str
     """Heading above the row; may be empty."""
-    numbers: tuple[Printed, ...]
-    """All columns of the first backbone, then of the next; without backbones, all columns."""
+    numbers: tuple[float | None, ...]
+    """x100; all columns of the first backbone, then of the next; without backbones, all columns."""
 
 
 @dataclass(frozen=True)
 class PaperTable:
     """A table of the paper."""
 
-    number: str
     title: str
     of: str
     """Kind of its rows: models, objectives, designs."""
@@ -78,26 +59,14 @@ def _part(column: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(BENCHMARKS[column["benchmark"]].averages[column["average"]].items())
 
 
-def _table(number: str, given: Mapping[str, Any], corrections: Any, doubts: Any) -> PaperTable:
-    columns, backbones = tuple(given["columns"]), tuple(given.get("backbones", ()))
-    places = [(backbone, column) for backbone in backbones or (None,) for column in columns]
-    marked: dict[tuple[str, str | None, str], Mapping[str, Any]] = {
-        (doubt["row"], doubt.get("backbone"), column): doubt
-        for doubt in doubts
-        for column in doubt["columns"]
-        if doubt["table"] == number
-    }
-    marked |= {(c["row"], c.get("backbone"), c["column"]): c for c in corrections if c["table"] == number}
+def _table(given: Mapping[str, Any]) -> PaperTable:
     rows = []
     for group in given["groups"]:
         for name, values in group["rows"].items():
             flat = [v for part in values for v in part] if isinstance(values[0], list) else values
-            numbers = []
-            for place, value in zip(places, flat, strict=True):
-                mark = marked.get((name, *place), {})
-                numbers.append(Printed(mark.get("reads", value), mark.get("printed"), mark.get("why")))
-            rows.append(Row(name, group.get("title", ""), tuple(numbers)))
-    return PaperTable(number, given["title"], given["rows"], columns, backbones, tuple(rows))
+            rows.append(Row(name, group.get("title", ""), tuple(flat)))
+    columns, backbones = tuple(given["columns"]), tuple(given.get("backbones", ()))
+    return PaperTable(given["title"], given["rows"], columns, backbones, tuple(rows))
 
 
 _PLAIN = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
@@ -105,9 +74,7 @@ _PLAIN = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(enc
 SOURCE: str = _PLAIN["source"]
 COLUMNS: Mapping[str, tuple[tuple[str, str], ...]] = {name: _part(column) for name, column in _PLAIN["columns"].items()}
 """Column -> (task, figure) pairs; the column is their unweighted mean."""
-TABLES: Mapping[str, PaperTable] = {
-    number: _table(number, given, _PLAIN["corrections"], _PLAIN["doubts"]) for number, given in _PLAIN["tables"].items()
-}
+TABLES: Mapping[str, PaperTable] = {number: _table(given) for number, given in _PLAIN["tables"].items()}
 """By number: 2 to 6."""
 
 
@@ -155,16 +122,6 @@ class Sheet:
     def titles(self) -> list[str]:
         """The names of its columns, each with its heading."""
         return [" ".join(filter(None, column)) for column in self.columns]
-
-    @property
-    def remarks(self) -> list[str]:
-        """Corrections and doubts of the paper's numbers."""
-        places: dict[tuple[str, str], list[str]] = {}
-        for line in self.lines:
-            for number, title in zip(line.numbers, self.titles, strict=True):
-                if number is not None and number.remark is not None:
-                    places.setdefault((line.label, number.remark), []).append(title)
-        return [f"{row}, {', '.join(columns)}: {remark}" for (row, remark), columns in places.items()]
 
 
 def _evaluated(collection: CombinedResults, columns: Sequence[Column]) -> list[ReportedModel]:
@@ -274,10 +231,7 @@ def _paper_sheets(number: str, collection: CombinedResults, rows: Mapping[str, s
         if backbone is not None and backbone not in table.backbones:
             return [None] * wide
         at = 0 if backbone is None else table.backbones.index(backbone) * wide
-        return [
-            None if n.value is None else Number(f"{n.value:.{decimals}f}", remark=n.remark)
-            for n in row.numbers[at : at + wide]
-        ]
+        return [None if n is None else Number(f"{n:.{decimals}f}") for n in row.numbers[at : at + wide]]
 
     def matching(row: Row, backbone: str | None) -> list[ReportedModel]:
         if number in MODELS:
