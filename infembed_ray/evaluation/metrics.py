@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isnan
+from math import inf, isnan
 from statistics import fmean
 
 import ir_measures
@@ -67,12 +67,17 @@ def parse(measure: str) -> ir_measures.Measure:
         raise InputError.of("measures", measure, "no measure of ir_measures", nearest(name, _NAMES.values()))
     try:
         parsed = ir_measures.parse_measure(_NAMES[name.lower()] + measure[len(name) :])
-        usable = ir_measures.pytrec_eval.supports(parsed)  # other libraries order ties differently
+        usable = ir_measures.pytrec_eval.supports(_uncut(parsed))  # other libraries order ties differently
     except (ValueError, TypeError, AssertionError) as error:
         raise InputError.of("measures", measure, str(error), remedy) from error
     if not usable or parsed.params.get("cutoff", 1) < 1:  # at 0 pytrec_eval aborts the process
         raise InputError.of("measures", measure, "trec_eval cannot compute it", remedy)
     return parsed
+
+
+def _uncut(measure: ir_measures.Measure) -> ir_measures.Measure:
+    """Return the measure that trec_eval computes: its reciprocal rank has no cut-off."""
+    return ir_measures.RR(rel=measure["rel"]) if measure.NAME == "RR" else measure
 
 
 def family(measure: str) -> str:
@@ -97,9 +102,14 @@ def trec_measures(qrels: Qrels, run: Run, measures: Sequence[str]) -> dict[str, 
     parsed = {measure: parse(measure) for measure in measures}
     judged = {query: dict(documents) for query, documents in qrels.items()}
     rankings = {query: _ranking(query, run.get(query, {})) for query in qrels}
-    metrics = ir_measures.pytrec_eval.iter_calc(set(parsed.values()), judged, rankings)
+    metrics = ir_measures.pytrec_eval.iter_calc(set(map(_uncut, parsed.values())), judged, rankings)
     values = {(metric.query_id, metric.measure): float(metric.value) for metric in metrics}
-    return {query: {name: values.get((query, measure), 0.0) for name, measure in parsed.items()} for query in qrels}
+
+    def value(query: str, measure: ir_measures.Measure) -> float:
+        uncut = values.get((query, _uncut(measure)), 0.0)
+        return uncut if measure.NAME != "RR" or uncut >= 1 / measure.params.get("cutoff", inf) else 0.0
+
+    return {query: {name: value(query, measure) for name, measure in parsed.items()} for query in qrels}
 
 
 def robustness(values: Mapping[str, float], groups: Mapping[str, str]) -> dict[str, float]:
