@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import ray
@@ -42,13 +43,11 @@ from infembed_ray.ray_cluster import connect, errors_of_tasks
 from infembed_ray.storage import steps
 from infembed_ray.storage.places import Place, address, errors_at, place_of
 
-_MESSAGE_CHARACTERS = 60
 _OUTSIDE_TRIALS = "DEFAULT"
 """Scheduling strategy. Without it, Ray puts tasks into the placement group of a sweep's trial, which has no free CPUs."""
 
 FirstStage = Mapping[str, Mapping[str, Sequence[str]]]
 """Task -> query -> top documents of the first stage."""
-T = TypeVar("T")
 
 
 def run(settings: EvaluateSettings) -> steps.Published:
@@ -139,7 +138,7 @@ def _encode_and_search(
 ) -> Iterator[tuple[Task, Run]]:
     passages = {task.name: of_passages(task.corpus_file) for task in inputs.tasks}
     queries = {task.name: of_queries(task.queries) for task in inputs.tasks}
-    chunks = [*_flat(passages.values()), *_flat(queries.values())]
+    chunks = chain(*passages.values(), *queries.values())
     files = _compute_chunks("encode", settings, model, chunks, inputs.store)
     with track(f"search {model.label}", inputs.size[0]) as advance:
         for task in inputs.tasks:
@@ -172,8 +171,8 @@ def _rerank(
         wanted = [set(candidates[query.id]) - task.excluded.get(query.id, frozenset()) for query in task.queries]
         rows = rows_of(task.corpus["id"], wanted)
         divided = zip(task.queries, rows, strict=True)
-        pairs[task.name] = _flat(of_pairs(query, task.corpus_file, own.tolist()) for query, own in divided)
-    files = _compute_chunks("rerank", settings, model, _flat(pairs.values()), inputs.store)
+        pairs[task.name] = [c for query, own in divided for c in of_pairs(query, task.corpus_file, own.tolist())]
+    files = _compute_chunks("rerank", settings, model, chain(*pairs.values()), inputs.store)
     for task in inputs.tasks:
         run: dict[str, dict[str, float]] = {query.id: {} for query in task.queries}
         ids = task.corpus["id"]
@@ -203,10 +202,6 @@ def _rank_tasks(
             advance()
 
 
-def _flat(lists: Iterable[Sequence[T]]) -> list[T]:
-    return [item for items in lists for item in items]
-
-
 # ----------------------------------------------------------------------------------------------- on the workers
 
 
@@ -225,38 +220,32 @@ class ComputeChunk:
         self._load = cache(partial(baselines.load, model.retriever, device, batch_tokens))
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Map `id` to `file`, where its array is; `computed`, if it was missing; `fault`, the error, or empty."""
+        """Map `id` to `file`, where its array is, and `fault`, the error, or empty."""
         try:
-            file, computed = self._ensure(self._chunks[row["id"]])
+            return {"id": row["id"], "file": address(self._ensure(self._chunks[row["id"]])), "fault": ""}
         except InputError as error:
-            return {"id": row["id"], "file": "", "computed": False, "fault": str(error)}
-        return {"id": row["id"], "file": address(file), "computed": computed, "fault": ""}
+            return {"id": row["id"], "file": "", "fault": str(error)}
 
-    def _ensure(self, chunk: Chunk) -> tuple[Place, bool]:
+    def _ensure(self, chunk: Chunk) -> Place:
         texts = chunk.texts()
         file = self._store.file(part for text in texts for part in text)
         with errors_at(file, "embeddings"):
             if file.is_file():
-                return file, False
+                return file
         array = chunk.compute(self._load())
         broken = np.flatnonzero(~np.isfinite(array.reshape(chunk.size, -1)).all(axis=1))
         if broken.size:
             kind, *parts = texts[broken[0]]
-            text = " ".join(part for part in reversed(parts) if part)[:_MESSAGE_CHARACTERS]
-            asked = self._model.retriever
-            what = "score" if kind == "pair" else "embedding"
-            raise InputError.of(
-                f"models.{self._model.label}",
-                asked.model or asked.kind,
-                f"its {what} of {kind} {text!r} is not finite, like {broken.size} of the {chunk.size} in this chunk",
-                "the weights are damaged or training diverged: give another checkpoint",
-            )
+            text, asked = " ".join(part for part in reversed(parts) if part), self._model.retriever
+            fault = f"its {'score' if kind == 'pair' else 'embedding'} of {kind} {text[:60]!r} is not finite"
+            remedy = "the weights are damaged or training diverged: give another checkpoint"
+            raise InputError.of(f"models.{self._model.label}", asked.model or asked.kind, fault, remedy)
         write(file, array)
-        return file, True
+        return file
 
 
 def _compute_chunks(
-    title: str, settings: EvaluateSettings, model: EvaluatedModel, chunks: Sequence[Chunk], store: Place
+    title: str, settings: EvaluateSettings, model: EvaluatedModel, chunks: Iterable[Chunk], store: Place
 ) -> dict[Chunk, Place]:
     """Compute the chunks that are missing from the store; return the file of each chunk."""
     distinct = list(dict.fromkeys(chunks))
@@ -273,15 +262,13 @@ def _compute_chunks(
         num_gpus=gpus,
     )
     files: dict[Chunk, Place] = {}
-    stored = 0
     with track(f"{title} {model.label}", sum(chunk.size for chunk in distinct)) as advance:
         for row in computed.iter_rows():
             if row["fault"]:
                 raise InputError(row["fault"])
             chunk = distinct[row["id"]]
             files[chunk] = place_of(row["file"])
-            stored += 0 if row["computed"] else chunk.size
-            advance(chunk.size, note=f"{stored} from the store" if stored else "")
+            advance(chunk.size)
     return files
 
 

@@ -92,10 +92,7 @@ class TaskEntry:
 class Benchmark:
     """A set of published tasks and their averages."""
 
-    name: str
     title: str
-    source: str
-    """Publication."""
     tasks: tuple[TaskEntry, ...]
     """Tasks that `tasks=[<name>]` evaluates."""
     averages: Mapping[str, Mapping[str, str]]
@@ -162,7 +159,7 @@ def _benchmark(name: str, values: Mapping[str, Any], suffix: str) -> Benchmark:
         column: {tasks[key].name: figures if isinstance(figures, str) else figures[key] for key in tasks}
         for column, figures in values.get("averages", {}).items()
     }
-    return Benchmark(f"{name}{suffix}", title, values["source"], tuple(tasks.values()), averages)
+    return Benchmark(title, tuple(tasks.values()), averages)
 
 
 _LISTED = yaml.safe_load(Path(__file__).with_name("catalogue.yaml").read_text(encoding="utf-8"))
