@@ -26,7 +26,7 @@ _NAME = b"file"
 """Key of the table's metadata with the name of its file."""
 
 
-def mapped(task: str, files: Sequence[Place | str], documents: Callable[[], Iterator[tuple[str, str]]]) -> pa.Table:
+def mapped(task: str, files: Sequence[Place], documents: Callable[[], Iterator[tuple[str, str]]]) -> pa.Table:
     """Return the corpus of some files, memory-mapped: (m) `CORPUS`, in the order of the files.
 
     It is cached in `directory`, where a link named by the names, sizes and times of the files leads to it. Texts are
@@ -34,10 +34,10 @@ def mapped(task: str, files: Sequence[Place | str], documents: Callable[[], Iter
 
     Args:
         task: name of the task, for progress and error messages.
-        files: the files that `documents` reads, or what else says which version of the documents it yields.
+        files: the files that `documents` reads.
         documents: yields ids and texts; not called if the corpus is cached.
     """
-    stats = [(file,) if isinstance(file, str) else (str(file), *_size_and_time(file)) for file in files]
+    stats = [(str(file), *_size_and_time(file)) for file in files]
     link = directory() / hashlib.sha256(json.dumps([_FORMAT, stats]).encode()).hexdigest()[:16]
     if not link.is_file():
         link.parent.mkdir(parents=True, exist_ok=True)

@@ -7,11 +7,11 @@ gives Robustness@10, as in InstructIR.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+
+import pyarrow as pa
 
 from infembed_ray.evaluation.metrics import Change
 from infembed_ray.evaluation.tasks.corpus import mapped
@@ -41,11 +41,6 @@ def read_mteb(repository: Repository, split: str = "test") -> Task:
     - `instruction`, optional: `query-id`, `instruction`; otherwise a column of that name in `queries`, if there is one.
     - `top_ranked`, optional: `query-id`, `corpus-ids`.
     """
-    corpus = mapped(
-        repository.task,
-        repository.files("corpus"),
-        lambda: ((str(row[_ID]), with_title(row)) for row in repository.rows("corpus", None, (_ID, "text"))),
-    )
     instructions = repository.by_query("instruction", "instruction") if "instruction" in repository.configs else None
     queries = []
     for row in repository.rows("queries", None, (_ID, "text")):
@@ -62,12 +57,19 @@ def read_mteb(repository: Repository, split: str = "test") -> Task:
         ranked = repository.by_query("top_ranked", "corpus-ids")
         candidates = {query: [str(document) for document in row["corpus-ids"]] for query, row in ranked.items()}
     qrels = judgements(repository.task, ((row["query-id"], row["corpus-id"], row["score"]) for row in judged))
+    corpus = _corpus(repository, "corpus", None, _ID, "text")
     return Task(repository.task, corpus, tuple(queries), qrels, figures=(), candidates=candidates)
 
 
-def with_title(row: Mapping[str, Any]) -> str:
-    """Return a document's text after its title, if it has one, as mteb and BEIR join them."""
-    return f"{row['title']} {row['text']}" if row.get("title") else str(row["text"])
+def _corpus(repository: Repository, config: str, split: str | None, name: str, text: str) -> pa.Table:
+    """Return the corpus of a split, by its columns of ids and of texts. mteb and BEIR join `title` and `text`."""
+
+    def documents() -> Iterator[tuple[str, str]]:
+        for row in repository.rows(config, split, (name, text)):
+            title = row.get("title") if text == "text" else None
+            yield str(row[name]), f"{title} {row[text]}" if title else str(row[text])
+
+    return mapped(repository.task, repository.files(config, split), documents)
 
 
 # ------------------------------------------------------------------------------------- published benchmarks
@@ -115,14 +117,9 @@ def read_bright(repository: Repository, subset: str) -> Task:
     """
     examples = list(repository.rows("examples", subset, ("id", "query", "gold_ids", "excluded_ids")))
     excluded = {str(e["id"]): frozenset(map(str, e["excluded_ids"])) - {_NOT_AVAILABLE} for e in examples}
-    rows = partial(repository.rows, "documents", subset, ("id", "content"))
     return Task(
         name=repository.task,
-        corpus=mapped(
-            repository.task,
-            repository.files("documents", subset),
-            lambda: ((str(row["id"]), str(row["content"])) for row in rows()),
-        ),
+        corpus=_corpus(repository, "documents", subset, "id", "content"),
         queries=tuple(Query(str(example["id"]), str(example["query"])) for example in examples),
         qrels=judgements(repository.task, ((e["id"], document, 1) for e in examples for document in e["gold_ids"])),
         figures=(_NDCG,),
@@ -144,11 +141,7 @@ def read_mair(queries: Repository, docs: Repository, config: str) -> Task:
             labels.append((row["qid"], label["id"], label["score"]))
     return Task(
         name=queries.task,
-        corpus=mapped(
-            queries.task,
-            docs.files(config),
-            lambda: ((str(row["id"]), str(row["doc"])) for row in docs.rows(config, None, ("id", "doc"))),
-        ),
+        corpus=_corpus(docs, config, None, "id", "doc"),
         queries=tuple(Query(str(row["qid"]), str(row["query"]), row["instruction"] or None) for row in rows),
         qrels=judgements(queries.task, labels),
         figures=(_NDCG,),
