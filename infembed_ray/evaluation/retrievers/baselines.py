@@ -110,25 +110,15 @@ def resolve(
 def _over_baseline(where: str, name: str, given: Mapping[str, Any]) -> RetrieverSettings:
     """Merge given values over those of the baseline. Another model does not inherit the revision."""
     if name not in entries():
-        raise InputError.of(
-            where,
-            name,
-            f"no such baseline, {nearest(name, entries())}",
-            "or give a checkpoint directory, or a hub name like org/model",
-        )
-    values = dict(entries()[name])
-    if "model" in given:
-        values.pop("revision", None)
-    merged = _merged(values, {key: v for key, v in given.items() if key != "baseline"})
+        remedy = "or give a checkpoint directory, or a hub name like org/model"
+        raise InputError.of(where, name, f"no such baseline, {nearest(name, entries())}", remedy)
+    values = {key: value for key, value in entries()[name].items() if key != "revision" or "model" not in given}
+    merged = {
+        key: {**values[key], **value} if isinstance(value, Mapping) and key in values else value
+        for key, value in {**values, **given}.items()
+        if key != "baseline"
+    }
     return RetrieverSettings.from_mapping(merged, f"{where}.").model_copy(update={"baseline": name})
-
-
-def _merged(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    merged = {**values, **given}
-    for key in values.keys() & given.keys():
-        if isinstance(values[key], Mapping) and isinstance(given[key], Mapping):
-            merged[key] = _merged(values[key], given[key])
-    return merged
 
 
 def _absolute(model: str, setting: str) -> str:
@@ -139,9 +129,8 @@ def _absolute(model: str, setting: str) -> str:
     if path.is_dir():
         return str(steps.resolve(path).resolve())
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
-        raise InputError.of(
-            setting, model, "no such model directory", "give an existing one, or a hub name like org/model"
-        )
+        remedy = "give an existing one, or a hub name like org/model"
+        raise InputError.of(setting, model, "no such model directory", remedy)
     return model
 
 
