@@ -103,7 +103,7 @@ class Sheet:
     of: str
     """Kind of its rows."""
     columns: tuple[tuple[str, str], ...]
-    """Heading of each column, which neighbours may share, and its own name."""
+    """Heading of each column, which neighbours may share (in Table 3 the backbone), and its own name."""
     lines: tuple[Line, ...]
     note: str = ""
     """What the numbers are, if they are not means of queries."""
@@ -150,7 +150,8 @@ def ours(collection: CombinedResults) -> list[Sheet]:
             Line(model.shown, True, model.backbone or "", _numbers(collection, columns, model), len(model.runs))
             for model in sorted(models, key=lambda model: backbones.index(model.backbone))
         ]
-        sheets.append(Sheet(benchmark, "", "model", _headings([column.title for column in columns]), tuple(lines)))
+        headings = tuple(("", column.title) for column in columns)
+        sheets.append(Sheet(benchmark, "", "model", headings, tuple(lines)))
     return sheets
 
 
@@ -250,7 +251,7 @@ def _paper_sheets(number: str, collection: CombinedResults, rows: Mapping[str, s
             numbers = tuple(n for model in models for n in _numbers(collection, columns, model))
             yield Line(label, True, row.section, numbers, max(len(model.runs) for model in present))
 
-    headings, printed_backbones = _headings(table.columns), set(map(plain, table.backbones))
+    headings, printed_backbones = tuple(("", name) for name in table.columns), set(map(plain, table.backbones))
     extra = dict.fromkeys(model.backbone for model in evaluated if model.backbone is not None)
     backbones = [*table.backbones, *(backbone for backbone in extra if plain(backbone) not in printed_backbones)]
     sides: dict[str, Sequence[str | None]] = {f"Table {number}, {backbone}": [backbone] for backbone in backbones}
@@ -268,16 +269,6 @@ def _measured(collection: CombinedResults, parts: tuple[tuple[str, str], ...]) -
     """Return the tasks that stand for those of the paper: under its own protocol, if they were evaluated so."""
     as_paper = tuple((f"{task}{AS_PAPER}", figure) for task, figure in parts)
     return as_paper if all(task in collection.results.tasks for task, _ in as_paper) else parts
-
-
-def _headings(titles: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Give columns with the same first word a common heading: `Robust04 MAP` and `Robust04 p-MRR` under `Robust04`."""
-    parted = [title.partition(" ")[::2] for title in titles]
-    shared = [above for above, _ in parted]
-    return tuple(
-        (above, own) if own and shared.count(above) > 1 else ("", title)
-        for (above, own), title in zip(parted, titles, strict=True)
-    )
 
 
 def plain(name: str) -> str:
