@@ -207,7 +207,7 @@ class EvaluateSettings(Settings):
     controls: bool = Field(
         True,
         description="ask tasks with changed instructions under control instructions too, about five times the queries, "
-        "and rank them by BM25 and a constant",
+        "and rank them by BM25",
     )
     gate: str | None = runtime_field(
         None,

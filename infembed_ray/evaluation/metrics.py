@@ -39,7 +39,7 @@ CONVENTIONS = {
     "violation": "share of changed queries with a document among the first k that the changed instruction excludes",
 }
 """How each measure is computed, as recorded in every result file."""
-_FURTHER = "trec_eval, by ir_measures' name; a query without results counts 0"
+FURTHER = "trec_eval, by ir_measures' name; a query without results counts 0"
 """Convention of a measure that `CONVENTIONS` does not describe."""
 
 _NAMES = {name.lower(): name for name in reversed(ir_measures.measures.registry)}
@@ -83,11 +83,6 @@ def _uncut(measure: ir_measures.Measure) -> ir_measures.Measure:
 def family(measure: str) -> str:
     """Return the name of a measure without parameters and cut-off: `nDCG` of `nDCG@10`."""
     return re.split(r"[@(]", measure)[0]
-
-
-def convention(measure: str) -> str:
-    """Return how a measure is computed."""
-    return CONVENTIONS.get(family(measure), _FURTHER)
 
 
 def trec_measures(qrels: Qrels, run: Run, measures: Sequence[str]) -> dict[str, dict[str, float]]:

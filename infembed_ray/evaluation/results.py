@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infembed_ray.errors import InputError, in_one_line
-from infembed_ray.evaluation.metrics import convention, family
+from infembed_ray.evaluation.metrics import CONVENTIONS, FURTHER, family
 from infembed_ray.evaluation.tasks.task import Figure, Obedience, Scores, Task, means
 from infembed_ray.storage import durable
 from infembed_ray.storage.places import Place, errors_at, open_binary, read_text
@@ -72,7 +72,7 @@ class Results:
     depth: int
     """Documents per ranking."""
     obedience: Mapping[str, Mapping[str, Obedience]] = field(default_factory=dict)
-    """Label -> task with changed instructions -> condition -> values: of all models, BM25 and a constant."""
+    """Label -> task with changed instructions -> condition -> values: of all models, and BM25."""
 
     @property
     def measures(self) -> set[str]:
@@ -99,7 +99,7 @@ class Results:
 
 def conventions_of(measures: set[str]) -> dict[str, str]:
     """Return the conventions of rankings and of these measures, by name without cut-off."""
-    return {kind: convention(kind) for kind in ("ranking", *sorted(map(family, measures)))}
+    return {kind: CONVENTIONS.get(kind, FURTHER) for kind in ("ranking", *sorted(map(family, measures)))}
 
 
 def write(directory: Path, results: Results) -> None:
