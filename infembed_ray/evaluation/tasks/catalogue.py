@@ -141,7 +141,7 @@ def _benchmark(name: str, values: Mapping[str, Any], suffix: str) -> Benchmark:
     def entry(key: str, own: Mapping[str, Any]) -> TaskEntry:
         of_task = {**values, **own}
         repositories, layout = of_task["repository"], values["layout"]
-        options = {name: of_task[name] for name in ("measure", "config") if name in of_task}
+        options: dict[str, str] = {name: of_task[name] for name in ("measure", "config") if name in of_task}
         options |= {"subset": key} if layout == "bright" else {}
         return TaskEntry(
             name=(key if key == name else f"{name}/{key}") + suffix,
