@@ -198,7 +198,7 @@ def load(name: str, data: str | None = None, measures: Sequence[str] = ()) -> Ta
 def _published(entry: TaskEntry, data: Place | None) -> Task:
     repositories = []
     for name in entry.repositories:
-        about = (name, entry.name, entry.revision, entry.part)
+        about = (entry.name, name, entry.revision, entry.part)
         repositories.append(Repository(data / name, *about) if data else downloaded(*about))
     task = _READERS[entry.layout](*repositories, **entry.options)
     task = replace(task, about={"repositories": {r.name: r.commit for r in repositories}})

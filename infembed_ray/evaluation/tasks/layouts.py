@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from infembed_ray.evaluation.metrics import Change
 from infembed_ray.evaluation.tasks.corpus import mapped
-from infembed_ray.evaluation.tasks.repository import Directory, Repository
+from infembed_ray.evaluation.tasks.repository import Repository
 from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Query, Task, judgements
 from infembed_ray.storage.object_store import is_uri
 from infembed_ray.storage.steps import find_input
@@ -157,8 +157,8 @@ def read_own(name: str) -> Task:
     """
     given = find_input(name, "tasks") if is_uri(name) else Path(name).expanduser().absolute()
     if given.is_file():
-        return read_repository(Directory(given.parent.parent, name), given.stem)
-    return read_repository(Directory(given, name))
+        return read_repository(Repository(given.parent.parent, name), given.stem)
+    return read_repository(Repository(given, name))
 
 
 def read_repository(repository: Repository, split: str = "test") -> Task:

@@ -28,20 +28,24 @@ Configs = Mapping[str, Mapping[str, Sequence[str]]]
 
 
 class Repository:
-    """A repository `<owner>/<name>` at a place, as a task reads it.
+    """A repository `<owner>/<name>` at a place, or one's own directory in the layout of mteb or BEIR, as a task reads it.
+
+    Without a dataset card, names tell the configurations and splits of one's own directory: `corpus.jsonl`, `qrels/test.tsv`,
+    `queries/queries-00000-of-00001.parquet`.
 
     Args:
         task: name of the task, for error messages.
+        name: of the repository; empty: one's own directory.
         revision: the commit that it must have; None: any.
         part: part of the names of the files that the task reads; empty: everything.
     """
 
-    def __init__(self, path: Place, name: str, task: str, revision: str | None = None, part: str = "") -> None:
+    def __init__(self, path: Place, task: str, name: str = "", revision: str | None = None, part: str = "") -> None:
         self.path = path
-        self.name = name
         self.task = task
+        self.name = name
         self.revision = revision
-        self.remedy = f"run `{download_command(name, path, revision, part)}`"
+        self.remedy = f"run `{download_command(name, path, revision, part)}`" if name else "add it"
 
     @cached_property
     def commit(self) -> str | None:
@@ -53,8 +57,10 @@ class Repository:
 
     @cached_property
     def configs(self) -> Configs:
-        """The configurations on its card; InputError if it is missing, or at another commit."""
+        """The configurations on its card; InputError if a repository has none, or is at another commit."""
         card = read_text(self.path / CARD)
+        if not self.name and "\nconfigs:" not in (card or ""):
+            return _by_names(self._names)
         if card is None:
             raise self.fault(f"no {self.path / CARD}", self.remedy)
         if self.revision and self.commit not in (None, self.revision):
@@ -70,12 +76,12 @@ class Repository:
         return InputError.of("tasks", self.task, fault, remedy)
 
     def splits(self, config: str) -> Sequence[str]:
-        """Return the splits of a configuration; InputError if the card has none of this name."""
+        """Return the splits of a configuration; InputError if there is none of this name."""
         if config not in self.configs:
-            listed = ", ".join(self.configs)
-            raise self.fault(
-                f"{self.path / CARD} lists no configuration {config}, but {listed}", f"is it {self.name}'s card?"
+            fault = (
+                f"no {'qrels/test' if config == 'default' else config} in {self.path}, but {', '.join(self.configs)}"
             )
+            raise self.fault(fault, "give corpus, queries and qrels/test, or the card that names them")
         return list(self.configs[config])
 
     def files(self, config: str, split: str | None = None) -> list[Place]:
@@ -87,7 +93,9 @@ class Repository:
         splits = self.splits(config)
         if split is None or split not in splits:
             if len(splits) != 1:
-                raise self.fault(f"{config} of {self.name} has the splits {', '.join(splits)}, not {split}")
+                raise self.fault(
+                    f"{config} of {self.name or self.path} has the splits {', '.join(splits)}, not {split}"
+                )
             split = splits[0]
         names = matching(self.configs[config][split], self._names)
         if not names:
@@ -129,37 +137,16 @@ class Repository:
         return row_of
 
 
-class Directory(Repository):
-    """One's own directory in the layout of mteb or BEIR. Without a dataset card, names tell configurations and splits:
-    `corpus.jsonl`, `qrels/test.tsv`, `queries/queries-00000-of-00001.parquet`.
-    """
-
-    def __init__(self, path: Place, task: str) -> None:
-        super().__init__(path, path.name, task)
-        self.remedy = "add it"
-
-    @cached_property
-    def configs(self) -> Configs:
-        card = read_text(self.path / CARD)
-        if card is not None and "\nconfigs:" in card:
-            return configs(card, f"tasks={self.task}: {self.path / CARD}")
-        files_of: dict[str, dict[str, list[str]]] = {}
-        for name in map(PurePosixPath, self._names):
-            if name.suffix in FORMATS and len(name.parts) <= 2:
-                split = re.sub(r"-\d{5}-of-\d{5}$", "", name.stem)
-                files_of.setdefault(PurePosixPath(name.parts[0]).stem, {}).setdefault(split, []).append(str(name))
-        return files_of
-
-    def splits(self, config: str) -> Sequence[str]:
-        if config not in self.configs:
-            wanted = "qrels/test.tsv" if config == "default" else f"{config}.jsonl"
-            raise self.fault(
-                f"no {wanted} in {self.path}", "give a directory with corpus.jsonl, queries.jsonl and qrels/test.tsv"
-            )
-        return super().splits(config)
+def _by_names(names: Iterable[str]) -> Configs:
+    files_of: dict[str, dict[str, list[str]]] = {}
+    for name in map(PurePosixPath, names):
+        if name.suffix in FORMATS and len(name.parts) <= 2:
+            split = re.sub(r"-\d{5}-of-\d{5}$", "", name.stem)
+            files_of.setdefault(PurePosixPath(name.parts[0]).stem, {}).setdefault(split, []).append(str(name))
+    return files_of
 
 
-def downloaded(name: str, task: str, revision: str | None = None, part: str = "") -> Repository:
+def downloaded(task: str, name: str, revision: str | None = None, part: str = "") -> Repository:
     """Return a repository in the cache of the hub's client, which downloads what the task reads and what is missing."""
     from huggingface_hub import snapshot_download  # takes half a second
     from huggingface_hub.errors import HTTPError
@@ -175,7 +162,7 @@ def downloaded(name: str, task: str, revision: str | None = None, part: str = ""
             f"on a machine with internet run `{download_command(name, Path('DIR', name), revision, part)}`, copy DIR, and set "
             "data=DIR",
         ) from error
-    return Repository(path, name, task, revision, part)
+    return Repository(path, task, name, revision, part)
 
 
 def download_command(name: str, directory: Place, revision: str | None, part: str) -> str:

@@ -34,7 +34,7 @@ def test_rows_equal_those_of_load_dataset(
 ) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
-    repository = Repository(root / name, name, "task")
+    repository = Repository(root / name, "task", name)
     read = 0
     for config in repository.configs:
         for split in repository.splits(config):
@@ -113,4 +113,4 @@ def test_a_corpus_with_a_missing_part_is_not_read(root: Path, tmp_path: Path) ->
     )
 
     with pytest.raises(InputError, match=r"has 1 of the 3 files of documents/biology; run `hf download x/y"):
-        Repository(copy, "x/y", "task").files("documents", "biology")
+        Repository(copy, "task", "x/y").files("documents", "biology")
