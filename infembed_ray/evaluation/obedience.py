@@ -78,39 +78,29 @@ class Controls:
         if not pairs:
             return None
         query_of = {query.id: query for query in task.queries}
-        own = {pair: tuple(query_of[query].instruction for query in pair) for pair in pairs}
+        own = {pair: [query_of[query].instruction for query in pair] for pair in pairs}
+        told: dict[str, Mapping[Pair, Sequence[str | None]]] = {
+            QUERY_ONLY: dict.fromkeys(pairs, (None, None)),
+            GENERIC: dict.fromkeys(pairs, _GENERIC),
+            **{f"{SHUFFLED}-{n}": {p: own[foreign[p]] for p in pairs} for n, foreign in enumerate(_foreign(pairs), 1)},
+            PARAPHRASED: {p: [i and _PARAPHRASE.format(instruction=i) for i in both] for p, both in own.items()},
+        }
+        asked: dict[str, list[Asked]] = {condition: [] for condition in CONDITIONS}
+        asked[AS_GIVEN] = [{query: query for pair in pairs for query in pair}]
+        asked[INVERTED] = [{query: other for a, b in pairs for query, other in ((a, b), (b, a))}]
         further: dict[str, Query] = {}
         twins: dict[str, str] = {}
-
-        def ask(condition: str, instructions: Mapping[Pair, Sequence[str | None]]) -> dict[str, str]:
-            """Ask the queries of each pair under two other instructions."""
-            asked = {}
-            for pair, both in instructions.items():
-                for query, instruction in zip(pair, both, strict=True):
-                    asked[query] = name = f"{query}~{condition.replace(' ', '-')}"
-                    further[name] = replace(query_of[query], id=name, instruction=instruction)
-                    twins[name] = query
-            return asked
-
-        plain = ask(QUERY_ONLY, dict.fromkeys(pairs, (None, None)))
-        for a, b in pairs:
-            if query_of[a].query == query_of[b].query:  # one ranking of both, so that p-MRR is exactly 0
-                del further[plain[b]], twins[plain[b]]
-                plain[b] = plain[a]
-        shuffled = [
-            ask(f"{SHUFFLED}-{number}", {pair: own[foreign[pair]] for pair in pairs})
-            for number, foreign in enumerate(_foreign(pairs), start=1)
-        ]
-        asked: dict[str, Sequence[Asked]] = {
-            AS_GIVEN: [{query: query for pair in pairs for query in pair}],
-            QUERY_ONLY: [plain],
-            GENERIC: [ask(GENERIC, dict.fromkeys(pairs, _GENERIC))],
-            SHUFFLED: shuffled,
-            INVERTED: [{query: other for a, b in pairs for query, other in ((a, b), (b, a))}],
-            PARAPHRASED: [
-                ask(PARAPHRASED, {pair: [i and _PARAPHRASE.format(instruction=i) for i in own[pair]] for pair in pairs})
-            ],
-        }
+        for name, instructions in told.items():
+            ids: dict[str, str] = {}
+            for (a, b), both in instructions.items():
+                for query, instruction in zip((a, b), both, strict=True):
+                    ids[query] = f"{query}~{name.replace(' ', '-')}"
+                    if query == b and name == QUERY_ONLY and query_of[a].query == query_of[b].query:
+                        ids[b] = ids[a]  # one ranking of both, so that p-MRR is exactly 0
+                        continue
+                    further[ids[query]] = replace(query_of[query], id=ids[query], instruction=instruction)
+                    twins[ids[query]] = query
+            asked[name.partition("-")[0]].append(ids)
         return cls(tuple(further.values()), twins, {name: several for name, several in asked.items() if several})
 
     def ask(self, task: Task) -> Task:
@@ -274,15 +264,14 @@ def _limits(own: Means, base: Means, limits: GateSettings) -> Iterator[tuple[str
         one, two = own.get(condition, {}).get(figure), other.get(reference or condition, {}).get(figure)
         return None if one is None or two is None else 100 * (one - two)
 
-    share = own[AS_GIVEN].get("pairs reversed")
-    every = [("p-MRR above the base's", gain(AS_GIVEN, "p-MRR"), ">", 0.0)]
-    for condition in (GENERIC, SHUFFLED):
-        name = f"p-MRR above the base's, {condition} instructions,"
-        every.append((name, gain(condition, "p-MRR"), "within +-", limits.tolerance))
+    share, tolerance = own[AS_GIVEN].get("pairs reversed"), limits.tolerance
     reversed_by_inverse = None if share is None else 100 * share
+    every = [("p-MRR above the base's", gain(AS_GIVEN, "p-MRR"), ">", 0.0)]
+    for name in (GENERIC, SHUFFLED):
+        every.append((f"p-MRR above the base's, {name} instructions,", gain(name, "p-MRR"), "within +-", tolerance))
     every.append(("labelled pairs reversed by the inverse", reversed_by_inverse, ">=", limits.pairs_reversed))
-    for figure in [figure for figure in own[AS_GIVEN] if figure.endswith((" original", " changed"))]:
+    for figure in (figure for figure in own[AS_GIVEN] if figure.endswith((" original", " changed"))):
         moved = gain(PARAPHRASED, figure, own, AS_GIVEN)
-        every.append((f"{figure} above the base's", gain(AS_GIVEN, figure), ">=", -limits.tolerance))
-        every.append((f"{figure}, change by a paraphrase,", moved, "within +-", limits.tolerance))
+        every.append((f"{figure} above the base's", gain(AS_GIVEN, figure), ">=", -tolerance))
+        every.append((f"{figure}, change by a paraphrase,", moved, "within +-", tolerance))
     yield from ((figure, value, sign, limit) for figure, value, sign, limit in every if value is not None)
