@@ -31,8 +31,6 @@ class ReportedModel:
     """Unique name."""
     label: str
     """Label in its output, or row of a sweep."""
-    shown: str
-    """Label with the output's suffix, if another model has the same label."""
     backbone: str | None
     """Label of the backbone in a sweep; otherwise None."""
     baseline: str
@@ -42,6 +40,11 @@ class ReportedModel:
     about: Mapping[str, Any]
     runs: tuple[Figures, ...]
     """One per seed."""
+
+    @property
+    def shown(self) -> str:
+        """Label with the output's suffix, if another model has the same label."""
+        return self.key.removeprefix(f"{self.backbone}, ")
 
     def spread(self, column: Column) -> float | None:
         """Sample standard deviation over seeds; None for a single seed."""
@@ -110,8 +113,7 @@ def collect(outputs: Mapping[str, Results]) -> CombinedResults:
                 runs = tuple({**old, **new} for old, new in zip(models[key].runs, model.runs, strict=True))
                 models[key] = replace(models[key], runs=runs)
             else:
-                shown, baseline = model.label + suffixes[model.key], model.baseline + suffixes[model.baseline]
-                models[key] = replace(model, key=key, shown=shown, baseline=baseline)
+                models[key] = replace(model, key=key, baseline=model.baseline + suffixes[model.baseline])
             scores[key] = values | scores.get(key, {})
             obedience[key] = obeyed | obedience.get(key, {})
         for label in results.obedience.keys() - results.models.keys():
@@ -139,7 +141,7 @@ def _models(output: str, results: Results) -> Iterator[tuple[ReportedModel, dict
         runs = tuple(results.figures[label] for label in labels)
         controls = [results.obedience.get(label, {}) for label in labels]
         obeyed: dict[str, Obedience] = {task: _averaged([of_one[task] for of_one in controls]) for task in controls[0]}
-        model = ReportedModel(_key(row, backbone), row, row, backbone, baselines[backbone], output, about, runs)
+        model = ReportedModel(_key(row, backbone), row, backbone, baselines[backbone], output, about, runs)
         yield model, _averaged([results.scores[label] for label in labels]), obeyed
 
 

@@ -22,8 +22,6 @@ RUNS = "runs"
 """Folder of an evaluation's runs: a folder per model, a file per task."""
 SUFFIX = ".run.gz"
 _GZIP = b"\x1f\x8b"
-_LEVEL = 4
-"""Level of compression: a tenth larger than the default, in half the time."""
 _UNSAFE = re.compile(r"[\s%]")
 _OURS = "infembed-"
 """First part of the names of runs that `write` made, whose ids are percent-encoded."""
@@ -68,7 +66,8 @@ def write(directory: Path, model: str, task: str, run: Run) -> None:
     """
     file = directory / file_name(model) / f"{file_name(task)}{SUFFIX}"
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("wb") as raw, gzip.GzipFile("", "wb", _LEVEL, raw, mtime=0) as stream:
+    # Level 4 gives files a tenth larger than the default, in half the time.
+    with file.open("wb") as raw, gzip.GzipFile("", "wb", 4, raw, mtime=0) as stream:
         for lines in _lines(run, f"{_OURS}{file_name(model)}"):
             stream.write(lines.encode())
 
