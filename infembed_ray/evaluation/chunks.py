@@ -158,21 +158,15 @@ def _parts(items: S, size: int) -> list[S]:
 # ------------------------------------------------------------------------------------------------------- store
 
 
-class Store:
-    """The arrays of one model, each a `.npy` file.
+def store_of(root: Place, identity: str) -> Place:
+    """Return the place of the arrays of one model; `identity` changes with anything that changes the arrays."""
+    return root / hashlib.sha256(f"{VERSION}\0{identity}".encode()).hexdigest()[:16]
 
-    Args:
-        root: place of the stores of all models.
-        identity: of the model; it changes with anything that changes the arrays.
-    """
 
-    def __init__(self, root: Place, identity: str) -> None:
-        self.directory = root / hashlib.sha256(f"{VERSION}\0{identity}".encode()).hexdigest()[:16]
-
-    def file(self, texts: Iterable[str | None]) -> Place:
-        """Return the place for the array of these texts, in this order."""
-        name = digest(texts)
-        return self.directory / name[:2] / f"{name[2:]}.npy"
+def file_of(store: Place, texts: Iterable[str | None]) -> Place:
+    """Return the place for the array of these texts, in this order."""
+    name = digest(texts)
+    return store / name[:2] / f"{name[2:]}.npy"
 
 
 def write(file: Place, array: np.ndarray) -> None:

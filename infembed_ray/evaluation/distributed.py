@@ -20,7 +20,17 @@ from ray.data import ActorPoolStrategy
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import differences, obedience
-from infembed_ray.evaluation.chunks import Chunk, Store, of_pairs, of_passages, of_queries, read_all, shared, write
+from infembed_ray.evaluation.chunks import (
+    Chunk,
+    file_of,
+    of_pairs,
+    of_passages,
+    of_queries,
+    read_all,
+    shared,
+    store_of,
+    write,
+)
 from infembed_ray.evaluation.differences import Difference, Kept
 from infembed_ray.evaluation.inputs import (
     ENCODER_KINDS,
@@ -212,7 +222,7 @@ class ComputeChunk:
     """
 
     def __init__(
-        self, model: EvaluatedModel, store: Store, chunks: ray.ObjectRef, device: str, batch_tokens: int
+        self, model: EvaluatedModel, store: Place, chunks: ray.ObjectRef, device: str, batch_tokens: int
     ) -> None:
         self._model = model
         self._store = store
@@ -228,7 +238,7 @@ class ComputeChunk:
 
     def _ensure(self, chunk: Chunk) -> Place:
         texts = chunk.texts()
-        file = self._store.file(part for text in texts for part in text)
+        file = file_of(self._store, (part for text in texts for part in text))
         with errors_at(file, "embeddings"):
             if file.is_file():
                 return file
@@ -257,7 +267,7 @@ def _compute_chunks(
     device = "cuda" if gpus else "cpu"
     computed = ray.data.range(len(distinct), override_num_blocks=len(distinct)).map(
         ComputeChunk,
-        fn_constructor_args=(model, Store(store, model.identity), ray.put(distinct), device, settings.batch_tokens),
+        fn_constructor_args=(model, store_of(store, model.identity), ray.put(distinct), device, settings.batch_tokens),
         compute=ActorPoolStrategy(size=1 if remote else min(settings.actors, len(distinct))),
         num_gpus=gpus,
     )

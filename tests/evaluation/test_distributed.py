@@ -20,7 +20,7 @@ from infembed_ray.cli.main import main
 from infembed_ray.config.evaluation import EvaluateSettings, GateSettings, RetrieverSettings
 from infembed_ray.errors import GateError
 from infembed_ray.evaluation import results, tables
-from infembed_ray.evaluation.chunks import TEXTS, Store, of_queries
+from infembed_ray.evaluation.chunks import TEXTS, of_queries, store_of
 from infembed_ray.evaluation.distributed import ComputeChunk, run
 from infembed_ray.evaluation.inputs import EvaluatedModel
 from infembed_ray.evaluation.obedience import CONDITIONS
@@ -195,7 +195,7 @@ def stored(directory):
 @pytest.mark.ray
 def test_stored_chunks_are_reused(published, settings, query_first, tmp_path):
     root = Path(settings.output) / "embeddings"
-    before = stored(Store(root, baselines.identity(baselines.resolve("x", query_first))).directory)
+    before = stored(store_of(root, baselines.identity(baselines.resolve("x", query_first))))
     gone, *_ = sorted(before)
     content = gone.read_bytes()
     gone.unlink()
@@ -283,7 +283,7 @@ def test_embeddings_that_are_not_finite_are_rejected_and_not_stored(ray_cluster,
     encoder.save_pretrained(tmp_path / "diverged")
     model = EvaluatedModel("diverged", baselines.resolve("diverged", str(tmp_path / "diverged")), {}, {})
     chunks = ray.put(of_queries([Query("1", "what is bread")]))
-    row = ComputeChunk(model, Store(tmp_path / "store", "identity"), chunks, "cpu", 1024)({"id": 0})
+    row = ComputeChunk(model, tmp_path / "store", chunks, "cpu", 1024)({"id": 0})
     assert re.match(r"models\.diverged=.*: its embedding of query 'what is bread' is not finite", row["fault"])
     assert not stored(tmp_path / "store")
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.chunks import Store, read_all, write
+from infembed_ray.evaluation.chunks import file_of, read_all, store_of, write
 from infembed_ray.evaluation.tasks.corpus import digest
 from infembed_ray.storage.object_store import Folder
 from infembed_ray.storage.places import read_binary
@@ -19,13 +19,13 @@ def test_digests_are_equal_exactly_for_equal_texts_in_the_same_order(one, other)
 
 
 def test_an_array_is_keyed_by_texts_and_model(tmp_path):
-    store = Store(tmp_path, "model a")
+    store = store_of(tmp_path, "model a")
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
-    write(store.file(["x", "y"]), array)
-    (again,) = read_all([Store(tmp_path, "model a").file(["x", "y"])])
+    write(file_of(store, ["x", "y"]), array)
+    (again,) = read_all([file_of(store_of(tmp_path, "model a"), ["x", "y"])])
     np.testing.assert_array_equal(again, array)
-    for other, asked in ((store, ["y", "x"]), (store, ["xy"]), (Store(tmp_path, "model b"), ["x", "y"])):
-        assert not other.file(asked).is_file()
+    for other, asked in ((store, ["y", "x"]), (store, ["xy"]), (store_of(tmp_path, "model b"), ["x", "y"])):
+        assert not file_of(other, asked).is_file()
 
 
 def test_arrays_in_an_object_store_are_those_of_a_directory(bucket, tmp_path):
@@ -33,8 +33,8 @@ def test_arrays_in_an_object_store_are_those_of_a_directory(bucket, tmp_path):
     arrays = [np.full((2, 3), number, dtype=np.float32) for number in range(20)]
     files = []
     for place in (tmp_path, folder):
-        store = Store(place, "model")
-        files.append([store.file([str(number)]) for number in range(20)])
+        store = store_of(place, "model")
+        files.append([file_of(store, [str(number)]) for number in range(20)])
         for file, array in zip(files[-1], arrays, strict=True):
             write(file, array)
         np.testing.assert_array_equal(list(read_all(files[-1])), arrays)
@@ -44,8 +44,8 @@ def test_arrays_in_an_object_store_are_those_of_a_directory(bucket, tmp_path):
 
 @pytest.mark.parametrize("content", [None, b"", b"damaged"])
 def test_an_array_that_is_missing_or_damaged_stops_the_search_that_reads_it(tmp_path, content):
-    store = Store(tmp_path, "model")
-    whole, broken = store.file(["whole"]), store.file(["broken"])
+    store = store_of(tmp_path, "model")
+    whole, broken = file_of(store, ["whole"]), file_of(store, ["broken"])
     for file in (whole, broken):
         write(file, np.ones((2, 3)))
     broken.unlink() if content is None else broken.write_bytes(content or broken.read_bytes()[:-1])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any
 
@@ -62,16 +61,13 @@ class CombinedResults:
     """By key."""
     results: Results
     """By key; a query's value is the mean over seeds."""
+    _cells: dict[tuple[tuple[str, str], ...], dict[str, Compared]] = field(default_factory=dict, init=False)
 
     def cells(self, column: Column) -> dict[str, Compared]:
         """Return the cell of every model that has the column; differences are to the model's own baseline."""
         if column.parts not in self._cells:  # a page shows the same figures in several tables
             self._cells[column.parts] = self._compare(column)
         return self._cells[column.parts]
-
-    @cached_property
-    def _cells(self) -> dict[tuple[tuple[str, str], ...], dict[str, Compared]]:
-        return {}
 
     def _compare(self, column: Column) -> dict[str, Compared]:
         present = [key for key in self.models if all(task in self.results.scores[key] for task, _ in column.parts)]
