@@ -27,6 +27,8 @@ from infembed_ray.storage.places import Place, address
 
 ENCODER_KINDS = ("encoder", "api")
 RANKER_KINDS = ("bm25", "run")
+RERANKER_KINDS = ("seq2seq", "classifier", "causal")
+"""Kinds that can only score documents that another model has found."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,6 @@ class EvaluatedModel:
     def identity(self) -> str:
         """Identity of its retriever. Computing it reads all weights, once."""
         return baselines.identity(self.retriever)
-
-    @property
-    def reranks(self) -> bool:
-        """Whether it can only score documents that another model has found."""
-        return self.retriever.kind not in (*ENCODER_KINDS, *RANKER_KINDS)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -162,20 +159,15 @@ def _tasks(settings: EvaluateSettings) -> tuple[dict[str, Place], list[Task]]:
 def _require_candidates(settings: EvaluateSettings, models: Sequence[EvaluatedModel], tasks: Sequence[Task]) -> None:
     """Check that every reranker has documents to score."""
     first = settings.first_stage
-    if settings.rerank > settings.depth:
-        raise InputError.of(
-            "rerank", settings.rerank, f"rankings end at depth={settings.depth}", "set rerank to it or less"
-        )
-    if first is not None and first not in {model.label for model in models if not model.reranks}:
+    rerankers = [model.label for model in models if model.retriever.kind in RERANKER_KINDS]
+    if first is not None and (first not in settings.models or first in rerankers):
         why = "is a reranker itself" if first in settings.models else "is not a label of models"
         raise InputError.of("first_stage", first, why, "give the label of an encoder or of bm25")
-    for model in models:
-        for task in tasks:
-            if model.reranks and first is None and not task.has_candidates(settings.depth):
-                raise InputError(
-                    f"models.{model.label}: is a reranker, but {task.name} has no lists of {settings.depth} candidates or "
-                    "fewer; set first_stage=<label of the model whose top documents it scores>"
-                )
+    for task in tasks:
+        if rerankers and first is None and not task.has_candidates(settings.depth):
+            fault = f"is a reranker, but {task.name} has no lists of {settings.depth} candidates or fewer"
+            remedy = "set first_stage=<label of the model whose top documents it scores>"
+            raise InputError.of(f"models.{rerankers[0]}", None, fault, remedy)
 
 
 def describe(settings: EvaluateSettings) -> Iterator[str]:

@@ -44,7 +44,6 @@ def settings(minilm, tmp_path_factory):
 def test_inputs_have_all_models_and_tasks_with_shared_corpora(settings):
     inputs = resolve(settings)
     assert [model.label for model in inputs.models] == ["base", "bm25", "cross"]
-    assert [model.reranks for model in inputs.models] == [False, False, True]
     assert [task.name for task in inputs.tasks] == ["bright/leetcode", "records"]
     assert all(task.corpus_file.is_file() for task in inputs.tasks)
     assert inputs.size == (6 + 6, 144 + 6 + 1)
@@ -85,7 +84,6 @@ def test_a_tasks_hash_changes_with_any_of_its_contents(settings):
         ({"distractors": "/no/such/passages.jsonl"}, "distractors=/no/such/passages.jsonl: no such file"),
         ({"split": "nowhere"}, "no row has split=nowhere"),
         ({"embeddings": "ftp://bucket/embeddings"}, "embeddings=ftp://bucket/embeddings: must be a path"),
-        ({"rerank": 2000}, "rerank=2000: rankings end at depth=1000"),
         ({"first_stage": "bm26"}, "first_stage=bm26: is not a label of models"),
         (
             {"first_stage": None},

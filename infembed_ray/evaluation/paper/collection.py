@@ -146,8 +146,6 @@ def _key(row: str, backbone: str | None) -> str:
 
 
 def _averaged(runs: Sequence[Mapping[str, Scores]]) -> dict[str, Scores]:
-    if len(runs) == 1:
-        return dict(runs[0])
     return {
         task: {
             figure: {query: fmean(run[task][figure][query] for run in runs) for query in values}
