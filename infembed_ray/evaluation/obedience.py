@@ -26,22 +26,15 @@ from infembed_ray.progress import say
 from infembed_ray.storage.places import place_of
 from infembed_ray.storage.steps import Published
 
-AS_GIVEN, QUERY_ONLY, GENERIC, SHUFFLED, INVERTED, PARAPHRASED = CONDITIONS = (
-    "as given",
-    "query only",
-    "generic",
-    "shuffled",
-    "inverted",
-    "paraphrased",
-)
 MEANINGS = {
-    AS_GIVEN: "the task's own instructions",
-    QUERY_ONLY: "no instruction; p-MRR is exactly 0",
-    GENERIC: "two instructions that ask for nothing in particular; p-MRR should be near 0",
-    SHUFFLED: "both instructions of another query, the mean of several; p-MRR should be near 0",
-    INVERTED: "the two instructions exchanged: p-MRR is negated, quality should collapse",
-    PARAPHRASED: "the task's own instructions in another sentence; nothing should move",
+    "as given": "the task's own instructions",
+    "query only": "no instruction; p-MRR is exactly 0",
+    "generic": "two instructions that ask for nothing in particular; p-MRR should be near 0",
+    "shuffled": "both instructions of another query, the mean of several; p-MRR should be near 0",
+    "inverted": "the two instructions exchanged: p-MRR is negated, quality should collapse",
+    "paraphrased": "the task's own instructions in another sentence; nothing should move",
 }
+AS_GIVEN, QUERY_ONLY, GENERIC, SHUFFLED, INVERTED, PARAPHRASED = CONDITIONS = tuple(MEANINGS)
 BM25 = "BM25"
 """Label of the reference model: word overlap."""
 

@@ -117,17 +117,14 @@ def _write(path: Path, task: str, documents: Iterator[tuple[str, str]]) -> None:
 def _drop_duplicates(path: Path, task: str) -> None:
     """Drop duplicate documents, if there are any."""
     corpus = _open(path)
-    ids = corpus["id"]
+    ids, texts = corpus["id"], corpus["text"]
     if pc.count_distinct(ids).as_py() == len(ids):
         return
-    counts = pc.value_counts(ids)
-    repeated = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
-    texts: dict[str, str] = {}
+    first: dict[str, int] = {}
     kept = np.ones(len(ids), dtype=bool)
-    for row in pc.indices_nonzero(pc.is_in(ids, value_set=repeated)).to_pylist():
-        document, text = ids[row].as_py(), corpus["text"][row].as_py()
-        kept[row] = document not in texts
-        if texts.setdefault(document, text) != text:
+    for row, document in enumerate(ids.to_pylist()):
+        kept[row] = first.setdefault(document, row) == row
+        if not kept[row] and texts[row] != texts[first[document]]:
             fault = f"two documents have the id {document}"
             raise InputError.of("tasks", task, fault, "ids must be unique: rename one, or drop it")
     once = path.with_name(f"{path.name}.once")
