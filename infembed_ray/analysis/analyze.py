@@ -33,8 +33,6 @@ ANSWERS_FILE = "answers.jsonl"
 """The LLM raters' answers, in the format of `agreement.files`."""
 LABEL = "records"
 """Label of the records in comparisons."""
-BATCH_TOKENS = 4096
-"""Tokens per encoding batch, with padding."""
 _ROUNDING = 1e-9
 """A figure that equals its minimum may be rounded down."""
 
@@ -209,7 +207,7 @@ def _encoder(settings: AnalyzeSettings) -> diversity.Embed | None:
         return None
     from infembed_ray.modeling.encoder import InstructionEncoder  # imports torch
 
-    return partial(InstructionEncoder.from_pretrained(settings.encoder).encode_passages, batch_tokens=BATCH_TOKENS)
+    return partial(InstructionEncoder.from_pretrained(settings.encoder).encode_passages, batch_tokens=4096)
 
 
 def describe(settings: AnalyzeSettings) -> Iterator[str]:

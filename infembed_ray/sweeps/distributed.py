@@ -45,8 +45,6 @@ from infembed_ray.training.losses import Objective
 
 S = TypeVar("S", bound=Settings)
 
-_DRIVER_CPUS = 0.01
-"""CPUs of the process of a trial, which only waits for its workers."""
 _GIVEN = ("model", "output", "seed")
 """Fields of a training that the sweep sets."""
 
@@ -228,9 +226,6 @@ def _describe(trial: Trial) -> list[str]:
     return [f"{trial.name}: {line}" for line in lines if line.startswith(("steps", "memory", "disk"))]
 
 
-# --------------------------------------------------------------------------------------------------------- running
-
-
 def run(settings: SweepSettings) -> Published:
     """Train and evaluate all trials that are not finished, and publish their results and report.
 
@@ -258,8 +253,8 @@ def _run_trials(settings: SweepSettings, planned: Sequence[Trial]) -> dict[str, 
     """Run all trials, `concurrent` at once; return the places of their results by their names, in their order."""
     waiting = deque(planned)
     say(f"sweep: {counted(len(planned), 'trial')}, {settings.concurrent} at once")
-    # Ray repeats a trial whose node was lost; an exception of a trial is its outcome.
-    task = ray.remote(num_cpus=_DRIVER_CPUS, max_retries=settings.train.max_failures)(_run_trial)
+    # A trial's process only waits for its workers. Ray repeats it if its node was lost; an exception is its outcome.
+    task = ray.remote(num_cpus=0.01, max_retries=settings.train.max_failures)(_run_trial)
     running: dict[ray.ObjectRef, Trial] = {}
     places: dict[str, str] = {}
     failures: list[str] = []
