@@ -56,9 +56,6 @@ from infembed_ray.storage.places import Place, address, errors_at, place_of
 _OUTSIDE_TRIALS = "DEFAULT"
 """Scheduling strategy. Without it, Ray puts tasks into the placement group of a sweep's trial, which has no free CPUs."""
 
-FirstStage = Mapping[str, Mapping[str, Sequence[str]]]
-"""Task -> query -> top documents of the first stage."""
-
 
 def run(settings: EvaluateSettings) -> steps.Published:
     """Evaluate all models on all tasks and publish the figures, the rankings, `table.md` and `report.html`.
@@ -133,9 +130,12 @@ def _references(
 
 
 def _rankings(
-    settings: EvaluateSettings, inputs: EvaluationInputs, model: EvaluatedModel, first: FirstStage
+    settings: EvaluateSettings,
+    inputs: EvaluationInputs,
+    model: EvaluatedModel,
+    first: Mapping[str, Mapping[str, Sequence[str]]],
 ) -> Iterator[tuple[Task, Run]]:
-    """Yield a model's rankings of all queries, task by task."""
+    """Yield a model's rankings of all queries, task by task; `first` has the top documents of the first stage."""
     if model.retriever.kind in RANKER_KINDS:
         return _rank_tasks(settings, inputs, model)
     if model.retriever.kind in ENCODER_KINDS:
@@ -172,7 +172,10 @@ def _encode_and_search(
 
 
 def _rerank(
-    settings: EvaluateSettings, inputs: EvaluationInputs, model: EvaluatedModel, first: FirstStage
+    settings: EvaluateSettings,
+    inputs: EvaluationInputs,
+    model: EvaluatedModel,
+    first: Mapping[str, Mapping[str, Sequence[str]]],
 ) -> Iterator[tuple[Task, Run]]:
     """Score every query's candidates, or the first stage's top documents if the task has no candidates to re-rank."""
     pairs: dict[str, list[Chunk]] = {}

@@ -83,11 +83,12 @@ def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> Evaluatio
     Raises:
         InputError: data, a model or the store cannot be used, or models and tasks do not fit together.
     """
-    models, store, (data, tasks), _ = check_all(
+    models, store, (data, tasks), *_ = check_all(
         lambda: _models(settings),
-        lambda: _store(settings),
+        lambda: steps.folder_of(settings, "embeddings"),
         lambda: _tasks(settings),
         lambda: obedience.check_gate(settings),
+        lambda: steps.require_access(steps.folder_of(settings, "embeddings"), "embeddings"),
     )
     if share_corpora:
         steps.require_writable(store, "embeddings")
@@ -105,12 +106,6 @@ def content_hash(task: Task) -> str:
     excluded = {query: sorted(documents) for query, documents in task.excluded.items()}
     content = [task.corpus_file.name or name_of(task.corpus), listed, task.qrels, task.candidates, excluded]
     return digest([json.dumps(content, sort_keys=True)])
-
-
-def _store(settings: EvaluateSettings) -> Place:
-    store = steps.folder_of(settings, "embeddings")
-    steps.require_access(store, "embeddings")
-    return store
 
 
 def _models(settings: EvaluateSettings) -> list[EvaluatedModel]:

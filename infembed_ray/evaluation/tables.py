@@ -15,8 +15,6 @@ from infembed_ray.evaluation.tasks.catalogue import BENCHMARKS
 TABLE_FILE, REPORT_FILE = "table.md", "report.html"
 MARK = "*"
 """Marks a significant difference."""
-WIDTH = 100
-"""Characters per line of a table for a terminal; further columns go into another table."""
 
 
 @dataclass(frozen=True)

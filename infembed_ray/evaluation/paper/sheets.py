@@ -17,9 +17,10 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation import tables
 from infembed_ray.evaluation.paper.collection import BASE, CombinedResults, ReportedModel
 from infembed_ray.evaluation.significance import Compared, Stratum, compare
-from infembed_ray.evaluation.tables import MARK, WIDTH, Column, Number
+from infembed_ray.evaluation.tables import MARK, Column, Number
 from infembed_ray.evaluation.tasks.catalogue import AS_PAPER, BENCHMARKS
 from infembed_ray.evaluation.tasks.task import Scores
+from infembed_ray.progress import aligned
 
 CONTROLLED = "condition"
 """Kind of the rows of a table of controls, whose sections are models."""
@@ -300,19 +301,8 @@ def _markdown(number: Number | None) -> str:
 
 
 def as_text(sheet: Sheet) -> str:
-    """Format means and differences for a terminal or a log, in tables of at most `WIDTH` characters per line."""
-    rows = [
-        [sheet.of, *sheet.titles],
-        *([line.label, *(n.text if n else "n/a" for n in line.numbers)] for line in sheet.lines),
-    ]
-    first, *others = [[cell.ljust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
-    parts = [[first]]
-    for column in others:  # each part begins with the labels
-        if len(parts[-1]) > 1 and sum(len(c[0]) + 2 for c in parts[-1]) + len(column[0]) > WIDTH:
-            parts.append([first])
-        parts[-1].append(column)
-    blocks = []
-    for part in parts:
-        header, *lines = ["  ".join(row).rstrip() for row in zip(*part, strict=True)]
-        blocks.append("\n".join([sheet.name, header, "  ".join("-" * len(column[0]) for column in part), *lines]))
-    return "\n\n".join(blocks)
+    """Format means and differences for a terminal or a log."""
+    lines = [[line.label, *(n.text if n else "n/a" for n in line.numbers)] for line in sheet.lines]
+    header = [sheet.of, *sheet.titles]
+    rule = ["-" * max(map(len, column)) for column in zip(header, *lines, strict=True)]
+    return "\n".join([sheet.name, *aligned([header, rule, *lines])])

@@ -44,8 +44,8 @@ def _swap_judgements(task: Task, _: TaskEntry) -> Task:
 
 def _instruct(task: Task, entry: TaskEntry) -> Task:
     """Give every query the instruction of its subset; `others` is that of subsets without their own."""
-    subset = entry.options["subset"]
-    instruction = entry.instructions.get(subset, entry.instructions["others"]).format(subset=subset)
+    subset, instructions = entry.options["subset"], _LISTED["bright"]["instructions"]
+    instruction = instructions.get(subset, instructions["others"]).format(subset=subset)
     queries = tuple(replace(query, instruction=instruction) for query in task.queries)
     return replace(task, queries=queries, about={**task.about, "instruction": instruction})
 
@@ -84,8 +84,6 @@ class TaskEntry:
     """Part of the names of the files that it reads of each repository; empty: everything that the dataset card lists."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Arguments of the layout's reader."""
-    instructions: Mapping[str, str] = field(default_factory=dict)
-    """Subset -> instruction in the paper's protocol."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,6 @@ def _benchmark(name: str, values: Mapping[str, Any], suffix: str) -> Benchmark:
             layout=layout,
             part=options.get("config") or options.get("subset", ""),
             options=options,
-            instructions=values.get("instructions", {}),
         )
 
     tasks = {key: entry(key, own) for key, own in values["tasks"].items()}
