@@ -23,12 +23,6 @@ from infembed_ray.evaluation.tasks.task import Query
 if TYPE_CHECKING:
     from mteb.models import ModelMeta
 
-_UNKNOWN = (
-    *("loader", "release_date", "languages", "n_parameters", "memory_usage_mb", "max_tokens", "embed_dim", "license"),
-    *("open_weights", "public_training_code", "public_training_data", "training_datasets"),
-)
-"""Required fields of mteb's `ModelMeta` that are left null."""
-
 
 class MtebEncoder:
     """An encoder as mteb's `EncoderProtocol`. mteb passes query and instruction separately, and the encoder formats them."""
@@ -86,13 +80,13 @@ def load(model: str, device: str = "cpu") -> MtebEncoder:
     if not isinstance(loaded, TextEncoder):
         raise InputError.of("model", model, "is no encoder", "use infembed evaluate")
     hub = model.count("/") == 1 and not model.startswith((".", "~", "/")) and not Path(model).exists()
-    meta = ModelMeta(
-        **dict.fromkeys(_UNKNOWN),
-        name=model if hub else f"infembed/{Path(model).absolute().name}",
-        revision=baselines.identity(settings),
-        framework=[],
-        similarity_fn_name="dot",
-        model_type=["dense"],
-        use_instructions=True,
-    )
-    return MtebEncoder(loaded, meta)
+    unknown = {name: None for name, field in ModelMeta.model_fields.items() if field.is_required()}
+    about = {
+        "name": model if hub else f"infembed/{Path(model).absolute().name}",
+        "revision": baselines.identity(settings),
+        "framework": [],
+        "similarity_fn_name": "dot",
+        "model_type": ["dense"],
+        "use_instructions": True,
+    }
+    return MtebEncoder(loaded, ModelMeta(**unknown | about))
