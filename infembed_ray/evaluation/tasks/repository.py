@@ -155,13 +155,10 @@ def downloaded(task: str, name: str, revision: str | None = None, part: str = ""
     try:
         path = Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=wanted))
     except (OSError, HTTPError) as error:
-        raise InputError.of(
-            "tasks",
-            task,
-            f"data is not set, and {name} cannot be downloaded ({in_one_line(error)[:300]})",
-            f"on a machine with internet run `{download_command(name, Path('DIR', name), revision, part)}`, copy DIR, and set "
-            "data=DIR",
-        ) from error
+        fault = f"data is not set, and {name} cannot be downloaded ({in_one_line(error)[:300]})"
+        command = download_command(name, Path("DIR", name), revision, part)
+        remedy = f"on a machine with internet run `{command}`, copy DIR, and set data=DIR"
+        raise InputError.of("tasks", task, fault, remedy) from error
     return Repository(path, task, name, revision, part)
 
 

@@ -96,9 +96,8 @@ def judgements(task: str, rows: Iterable[tuple[Any, Any, Any]]) -> dict[str, dic
         except (TypeError, ValueError):
             grade = float("nan")
         if not (grade == grade // 1 and grade <= HIGHEST):  # false for NaN
-            raise InputError.of(
-                "tasks", task, f"{where} has the score {score}", f"scores are whole numbers up to {HIGHEST:,}"
-            )
+            remedy = f"scores are whole numbers up to {HIGHEST:,}"
+            raise InputError.of("tasks", task, f"{where} has the score {score}", remedy)
         if qrels[str(query)].setdefault(str(document), int(grade)) != grade:
             raise InputError.of("tasks", task, f"{where} has two scores", "keep one")
     return dict(qrels)
@@ -118,13 +117,10 @@ def checked(task: Task) -> Task:
     queries = Counter(query.id for query in task.queries)
     require((query for query, count in queries.items() if count > 1), "id", "two queries have the {}", "rename one")
     require((q.id for q in task.queries if not q.query.strip()), "query", "{} is empty", "write it or drop it")
-    for query in task.queries:
-        if not isinstance(query.instruction, str | None):
-            fault = f"query {query.id} has the instruction {query.instruction!r:.60}"
-            raise InputError.of("tasks", task.name, fault, "write it as text")
-    require(
-        (q for q in task.qrels if q not in queries), "query", "qrels name {}, not in queries", "drop these judgements"
-    )
+    no_text = (q.id for q in task.queries if not isinstance(q.instruction, str | None))
+    require(no_text, "query", "the instruction of {} is no text", "write it as text")
+    unasked = (q for q in task.qrels if q not in queries)
+    require(unasked, "query", "qrels name {}, not in queries", "drop these judgements")
     require((q for q in queries if not task.qrels.get(q)), "query", "{} without judgements", "judge or drop it")
     if task.candidates is not None:
         candidates = task.candidates

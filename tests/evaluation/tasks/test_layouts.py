@@ -45,7 +45,7 @@ BEIR_FAULTS = {
     "an instruction that is a list": (
         "queries.jsonl",
         lambda rows: [rows[0] | {"instruction": ["only", "reports"]}, *rows[1:]],
-        r"query q0 has the instruction \['only', 'reports'\]; write it as text",
+        "the instruction of query q0 is no text; write it as text",
     ),
     "a query twice": ("queries.jsonl", lambda rows: [*rows, rows[0]], "two queries have the id q0"),
     "a judged query is gone": ("queries.jsonl", lambda rows: rows[1:], "qrels name query q0, not in queries"),
