@@ -69,8 +69,8 @@ def run(settings: EvaluateSettings) -> steps.Published:
         obedience.require_gates(settings, done)
         return done
     queries, passages = inputs.size
-    sizes = counted(queries, "query", "queries"), counted(passages, "passage")
-    say("evaluate: " + ", ".join((counted(len(inputs.models), "model"), counted(len(inputs.tasks), "task"), *sizes)))
+    models, tasks = counted(len(inputs.models), "model"), counted(len(inputs.tasks), "task")
+    say(f"evaluate: {models}, {tasks}, {counted(queries, 'query', 'queries')}, {counted(passages, 'passage')}")
     with step.publish() as staging:
         figures, differing = _evaluate(settings, inputs, staging.path / runs.RUNS)
         staging.counts = {"tasks": len(inputs.tasks), "queries": queries, "passages": passages}

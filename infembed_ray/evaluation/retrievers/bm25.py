@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import bm25s
 import numpy as np
-import pyarrow as pa
 
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.evaluation.metrics import Run, ranks
@@ -28,7 +25,9 @@ class Bm25Ranker:
         """Return the top `depth` documents of each query: query id -> document id -> score; ties as in `metrics`."""
         bm25 = self._settings.bm25
         terms_of = tokenizer(bm25)
-        corpus = list(terms_of.streaming_tokenize(_texts(task.corpus), allow_empty=False))
+        batches = task.corpus.select(["text"]).to_batches(max_chunksize=1024)  # the corpus may be larger than memory
+        texts = (text for batch in batches for text in batch.column(0).to_pylist())
+        corpus = list(terms_of.streaming_tokenize(texts, allow_empty=False))
         index = bm25s.BM25(k1=bm25.k1, b=bm25.b)
         if vocabulary := terms_of.get_vocab_dict():  # bm25s cannot index texts without terms
             index.index((corpus, vocabulary), show_progress=False)
@@ -49,9 +48,3 @@ class Bm25Ranker:
             score_of = {ids[row]: float(scores[row]) for row in rows}
             run[query.id] = {document: score_of[document] for document in list(ranks(score_of))[:depth]}
         return run
-
-
-def _texts(corpus: pa.Table) -> Iterator[str]:
-    """Yield the passages of a corpus that may be larger than memory."""
-    for batch in corpus.select(["text"]).to_batches(max_chunksize=1024):
-        yield from batch.column(0).to_pylist()

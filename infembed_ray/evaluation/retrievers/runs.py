@@ -97,9 +97,8 @@ def read(file: Place, name: str) -> dict[str, dict[str, float]]:
             query, document = unquote(query), unquote(document)
         if not math.isfinite(value) or document in run[query]:
             fault = "occurs twice" if math.isfinite(value) else f"has the score {score}"
-            raise InputError.of(
-                name, file, f"line {number}: document {document} of query {query} {fault}", "correct it"
-            )
+            where = f"line {number}: document {document} of query {query}"
+            raise InputError.of(name, file, f"{where} {fault}", "correct it")
         run[query][document] = value
     if not run:
         raise InputError.of(name, file, "is empty", f"give a run with lines of `{_COLUMNS}`")
