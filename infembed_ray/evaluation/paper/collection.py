@@ -18,9 +18,6 @@ BASE = "base"
 PER_SEED = ("seed", "model")
 """Facts about a model that differ between seeds; a model has a list of each."""
 
-Figures = Mapping[str, Mapping[str, float | None]]
-"""Task -> figure -> mean."""
-
 
 @dataclass(frozen=True)
 class ReportedModel:
@@ -37,8 +34,8 @@ class ReportedModel:
     output: str
     """Label of its first output."""
     about: Mapping[str, Any]
-    runs: tuple[Figures, ...]
-    """One per seed."""
+    runs: tuple[Mapping[str, Mapping[str, float | None]], ...]
+    """One per seed: task -> figure -> mean."""
 
     @property
     def shown(self) -> str:

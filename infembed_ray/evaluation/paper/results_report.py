@@ -26,7 +26,6 @@ from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import Published, Step, find_input
 
-PAGE = tables.REPORT_FILE
 PAPER = [catalogue.BENCHMARKS[name].title for name in ("followir", f"followir{catalogue.AS_PAPER}")]
 """Titles of the benchmark whose models the paper compares in Figure 5."""
 
@@ -200,7 +199,7 @@ class Report:
     def as_text(self) -> str:
         """Format our means and differences for a terminal or a log, without the tables of controls."""
         about = f"Differences are to {self.baselines}; {tables.MARK}: significant at {LEVEL:.0%}. "
-        files = f"{PAGE} and {tables.TABLE_FILE} have the 95% intervals."
+        files = f"{tables.REPORT_FILE} and {tables.TABLE_FILE} have the 95% intervals."
         shown = [sheet for sheet in self.ours if sheet.of != sheets.CONTROLLED]
         return "\n\n".join([*map(sheets.as_text, shown), (about if self.baselines else "") + files])
 
@@ -226,7 +225,7 @@ def run(settings: ReportSettings) -> Published:
         return done
     report = _compose(settings, paths)
     with step.publish() as staging:
-        (staging.path / PAGE).write_text(report.as_html(), encoding="utf-8")
+        (staging.path / tables.REPORT_FILE).write_text(report.as_html(), encoding="utf-8")
         staging.counts = {"models": len(report.collection.models), "tasks": len(report.collection.results.tasks)}
         staging.facts = {"tables_with_ours": [sheet.name for sheet in report.papers if sheet.ours]}
     say(f"report: {report.summary}")
@@ -261,7 +260,7 @@ def write(directory: Path, output: str, evaluated: Results, differences: Sequenc
     results.write(directory, evaluated)
     report = of_evaluation(output, evaluated, differences)
     (directory / tables.TABLE_FILE).write_text(report.as_markdown(), encoding="utf-8")
-    (directory / PAGE).write_text(report.as_html(), encoding="utf-8")
+    (directory / tables.REPORT_FILE).write_text(report.as_html(), encoding="utf-8")
     return report
 
 

@@ -26,8 +26,6 @@ ORIGINAL, CHANGED = "og", "changed"
 """Suffixes of the ids of FollowIR's two versions of a query, and their kinds."""
 _ID = "_id|id"
 _NDCG = Figure("nDCG@10", "nDCG@10")
-_NOT_AVAILABLE = "N/A"
-"""The only item of an empty list in BRIGHT."""
 
 
 # ------------------------------------------------------------------------------------------------ mteb, BEIR
@@ -116,7 +114,7 @@ def read_bright(repository: Repository, subset: str) -> Task:
     `gold_ids` (relevant documents), `excluded_ids` (never ranked for it, such as the source of the query).
     """
     examples = list(repository.rows("examples", subset, ("id", "query", "gold_ids", "excluded_ids")))
-    excluded = {str(e["id"]): frozenset(map(str, e["excluded_ids"])) - {_NOT_AVAILABLE} for e in examples}
+    excluded = {str(e["id"]): frozenset(map(str, e["excluded_ids"])) - {"N/A"} for e in examples}  # of none
     return Task(
         name=repository.task,
         corpus=_corpus(repository, "documents", subset, "id", "content"),
