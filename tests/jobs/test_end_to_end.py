@@ -105,7 +105,7 @@ def analyzed(head: Head, directory: Path, synthesized: Repeated) -> Repeated:
 
 @pytest.fixture(scope="module")
 def trained(head: Head, directory: Path, records: list[dict[str, Any]], minilm: str) -> Repeated:
-    settings = {"records_per_step": 4, "epochs": 1, "instruction_negatives": 2, "cpus_per_worker": 1}
+    settings = {"workers": 1, "records_per_step": 4, "epochs": 1, "instruction_negatives": 2}
     rows = write_jsonl(directory / "training.jsonl", records[:TRAINING_RECORDS])
     return submit_and_repeat(head, "train", directory / "checkpoints", records=rows, model=minilm, **settings)
 
