@@ -1,4 +1,4 @@
-"""The job scripts of five stages, from synthesize to serve, each submitted once with `ray job submit` to a real head with a token.
+"""Job scripts, each submitted once with `ray job submit` to a real head with a token; those that load a backbone are slow tests.
 
 A stage is then repeated in this process: it must find its output before it needs a cluster. The data are the bundled sample
 with its journal of responses.
@@ -26,6 +26,7 @@ from infembed_ray.records import tables
 from infembed_ray.records.tables import Record
 from infembed_ray.storage import provenance, steps
 from tests.jobs.head import Head, running_head
+from tests.serving.indexes import publish_index
 from tests.support.files import read_jsonl, write_jsonl
 from tests.support.ports import free_port
 from tests.support.strangers import ask_gcs, call_replica, ports_of_replicas, status
@@ -125,9 +126,10 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(head: Head, indexed: Repeated) -> Served:
+def served(head: Head, directory: Path, corpus: Path, minilm: str) -> Served:
     port = free_port()
-    settings = f"index={indexed.output.parent}", f"port={port}", "wait=false"
+    index = publish_index(directory / "served", minilm, {row["id"]: row["text"] for row in read_jsonl(corpus)})
+    settings = f"index={index.parent}", f"port={port}", "wait=false"
     first, second = head.submit("serve", *settings), head.submit("serve", *settings)
     assert first.returncode == 0, first.stdout
     assert second.returncode == 0, second.stdout
@@ -169,7 +171,9 @@ def test_the_heads_ports_refuse_a_stranger(head, tmp_path):
         assert {status(head.ports[port], page) for page in pages} == {401}
 
 
-@pytest.mark.parametrize("job", ["synthesized", "analyzed", "trained", "indexed"])
+@pytest.mark.parametrize(
+    "job", ["synthesized", "analyzed", *(pytest.param(job, marks=pytest.mark.slow) for job in ("trained", "indexed"))]
+)
 def test_a_repeated_job_does_nothing_and_says_why(job, request):
     done = request.getfixturevalue(job)
     reason = "nothing to do: same inputs and settings, output finished on "
@@ -180,11 +184,11 @@ def test_a_repeated_job_does_nothing_and_says_why(job, request):
     assert done.untouched
 
 
-def test_the_manifest_names_the_job_and_the_code_without_a_checkout(trained):
-    found = trained.manifest["provenance"]
-    assert re.fullmatch(r"raysubmit_\w+", found["job"]["submission_id"])
-    assert found["cluster"]["CPU"] == 8
-    assert found["code"] == provenance.code() | {"commit": None}
+def test_the_manifest_names_the_job_and_the_code_without_a_checkout(synthesized):
+    origin = synthesized.manifest["provenance"]
+    assert re.fullmatch(r"raysubmit_\w+", origin["job"]["submission_id"])
+    assert origin["cluster"]["CPU"] == 8
+    assert origin["code"] == provenance.code() | {"commit": None}
 
 
 def test_keys_leave_no_trace_in_logs_and_outputs(synthesized, directory):
@@ -194,12 +198,16 @@ def test_keys_leave_no_trace_in_logs_and_outputs(synthesized, directory):
     assert not any(LLM_KEY.encode() in path.read_bytes() for path in files)
 
 
-def test_stages_agree_with_the_ones_before(synthesized, analyzed, trained, indexed, corpus):
+def test_stages_agree_with_the_ones_before(synthesized, analyzed):
     counts = synthesized.manifest["counts"]
     assert counts["kept"] > 0
     assert counts["seeds"] == counts["kept"] + counts["rejected"] + counts["dead_letter"]
     assert counts["calls"] == 0  # the sample's journal has all responses
     assert analyzed.manifest["counts"] == {kind: counts[kind] for kind in ("kept", "rejected", "dead_letter")}
+
+
+@pytest.mark.slow
+def test_a_trained_model_and_its_index_hold_what_they_were_given(trained, indexed, corpus):
     assert trained.manifest["counts"]["records"] == TRAINING_RECORDS
     assert indexed.manifest["counts"]["passages"] == len(read_jsonl(corpus))
 

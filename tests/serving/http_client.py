@@ -29,8 +29,9 @@ def ask(
         return error.code, json.load(error), dict(error.headers)
 
 
-def found(api: str, query: str, **more: Any) -> list[str]:
-    status, answer, _ = ask(f"{api}/v1/search", {"query": query, **more})
+def found(api: str, query: str, path: str = "/v1", **more: Any) -> list[str]:
+    """Return the ids of the hits."""
+    status, answer, _ = ask(f"{api}{path}/search", {"query": query, **more})
     assert status == 200, answer
     return [hit["id"] for hit in answer["hits"]]
 

@@ -246,12 +246,13 @@ def test_each_collection_answers_from_its_own_index_and_documents(api: str, with
     news = f"{api}/v1/collections/news"
     wait_until(lambda: ask(f"{news}/search", {"query": QUERY})[0] == 200)
     assert set(found(api, QUERY, top_k=100)) == set(PASSAGES)
-    assert set(found(f"{api}/v1/collections/index", QUERY, top_k=100)) == set(PASSAGES)
-    assert set(found(news, QUERY, top_k=100)) == set(NEWS)
+    assert set(found(api, QUERY, "/v1/collections/index", top_k=100)) == set(PASSAGES)
+    assert set(found(api, QUERY, "/v1/collections/news", top_k=100)) == set(NEWS)
     text = "The Kalmar Union joined Denmark, Norway and Sweden under one crown in 1397."
     status, answer, _ = ask(f"{news}/documents", {"documents": [{"id": "history/kalmar", "text": text}]}, "PUT")
     assert status == 200, answer
-    assert found(news, "Kalmar Union", top_k=1, min_sequence=answer["sequence"]) == ["history/kalmar"]
+    fresh = {"top_k": 1, "min_sequence": answer["sequence"]}
+    assert found(api, "Kalmar Union", "/v1/collections/news", **fresh) == ["history/kalmar"]
     assert "history/kalmar" not in found(api, "Kalmar Union", top_k=100)
     assert ask(f"{api}/v1/documents/history/kalmar")[0] == 404
     assert ask(f"{news}/documents/history/kalmar")[1]["text"] == text
