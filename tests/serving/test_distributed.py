@@ -347,6 +347,7 @@ def test_a_deployed_config_file_serves(api: str, settings: ServeSettings, root: 
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_the_command_serves_with_keys_and_is_upgraded_by_a_second_command(index: str, root: Path, minilm: str) -> None:
     port, options = free_port(), ["cpus_per_shard=0.1", "request_timeout_s=5"]
     keys = {"INFEMBED_API_KEYS": "key-one,key-two"}

@@ -174,6 +174,7 @@ def test_adapters_resume_from_checkpoints_without_the_frozen_backbone(runs, tiny
     assert of_adapters < of_all / 2
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_run_in_an_object_store_survives_the_loss_of_its_machine(runs, bucket, tiny, tmp_path, monkeypatch):
     """The run is killed, its scratch is lost, its newest checkpoint is damaged and a newer one incomplete."""
