@@ -43,6 +43,8 @@ OTHERS: set[int] = set()
 
 COMMAND = """
 import psutil, sys
+from infembed_ray.analysis import analyze
+from infembed_ray.cli.main import main
 from infembed_ray.ray_cluster import connect
 analyze.run = lambda settings: connect()
 status = main(["analyze", "records=" + sys.argv[1], "output=unused"])
