@@ -109,7 +109,7 @@ def run_stages(root: Path, backbone: str) -> QuickstartOutputs:
         model=backbone,
         output=str(root / "checkpoint"),
         records_per_step=4,
-        instruction_negatives=3,
+        instruction_negatives=1,
     )
     checkpoint = _run(
         "MiniLM with multi{P,I} on the training topics: Ray Train, 2 workers, DeepSpeed ZeRO-2", train, training
