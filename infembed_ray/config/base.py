@@ -141,7 +141,7 @@ class Settings(BaseModel):
         for override in overrides:
             key, separator, text = override.partition("=")
             if not separator or not key:
-                raise InputError.of(f"override {override!r}", None, "write it as key=value, for example seed=1")
+                raise InputError.of(f"override {override}", None, "write it as key=value, for example seed=1")
             _set(values, key.split("."), _parse(text), override)
         return cls.from_mapping(values)
 
@@ -190,7 +190,7 @@ def _set(values: dict[str, Any], keys: list[str], value: Any, override: str) -> 
     for key in keys[:-1]:
         inner = values.setdefault(key, {})
         if not isinstance(inner, dict):
-            raise InputError.of(f"override {override!r}", None, f"{key} is a single value without fields")
+            raise InputError.of(f"override {override}", None, f"{key} is a single value without fields")
         values = inner
     values[keys[-1]] = value
 
@@ -255,7 +255,7 @@ def _faults(cls: type[Settings], invalid: Any) -> Iterator[Fault]:
     elif invalid["type"] == "missing":
         yield Fault(name, None, "is missing", f"set {name}=...")
     else:
-        value = None if isinstance(invalid["input"], dict) else repr(invalid["input"])
+        value = None if isinstance(invalid["input"], dict) else "null" if invalid["input"] is None else invalid["input"]
         yield Fault(name, value, invalid["msg"].removeprefix("Value error, "))
 
 

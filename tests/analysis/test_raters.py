@@ -149,7 +149,7 @@ def test_a_killed_run_pays_for_no_answer_twice_and_keeps_its_budget(tmp_path: Pa
         ({"query": None}, {}, "row 1: needs item_id, instruction, query and passages"),
         ({"passages": {"2": "a", "1": "b"}}, {}, "row 1: passages are 2, 1; number them 1, 2"),
         ({}, {"raters": {"ann": {"model": "m"}}}, "agreement.raters.ann: "),
-        ({}, {"endpoint": {"base_url": "localhost"}}, "agreement.endpoint.base_url='localhost': "),
+        ({}, {"endpoint": {"base_url": "localhost"}}, "agreement.endpoint.base_url=localhost: "),
         ({}, {"limits": {"tokens_per_minute": 5}}, "agreement.raters.new.max_tokens=null"),
         ({"ann": None}, {}, "0 raters; agreement needs at least 1"),
         ({"ann": "6"}, {}, "column ann, item i0: '6' is no answer"),

@@ -37,14 +37,14 @@ def test_dictionaries_are_set_key_by_key():
     ("settings", "override", "message"),
     [
         (TrainSettings, "epoch=3", "epoch: unknown key; did you mean epochs?"),
-        (TrainSettings, "epochs=two", "epochs='two': Input should be a valid integer"),
+        (TrainSettings, "epochs=two", "epochs=two: Input should be a valid integer"),
         (TrainSettings, "seed=true", "seed=True: Input should be a number"),
         (TrainSettings, "epochs=2.0", "epochs=2.0: Input should be a whole number"),
         (TrainSettings, "zero_stage=7", "zero_stage=7: Input should be"),
         (TrainSettings, "temperature=0", "temperature=0: Input should be greater than 0"),
         (TrainSettings, "mixture.a=.inf", "mixture.a=inf: Input should be a finite number"),
-        (TrainSettings, "epochs", "override 'epochs': write it as key=value"),
-        (TrainSettings, "model.path=x", "override 'model.path=x': model is a single value"),
+        (TrainSettings, "epochs", "override epochs: write it as key=value"),
+        (TrainSettings, "model.path=x", "override model.path=x: model is a single value"),
         (SynthesizeSettings, "generator.temprature=1", "generator.temprature: unknown key; did you mean temperature?"),
         (ServeSettings, "port=99999", "port=99999: Input should be less than or equal to 65535"),
     ],
@@ -103,7 +103,7 @@ BM25 = {"kind": "bm25", "instructed_query": "{query}", "plain_query": "{query}"}
     [
         ({"model": "m", "kindd": "bm25"}, r"models\.x\.kindd: unknown key; did you mean kind\?"),
         ({**BM25, "bm25": {"k": 1}}, r"models\.x\.bm25\.k: unknown key; did you mean k1\?"),
-        ({"kind": "bm"}, r"models\.x\.kind='bm': Input should be 'encoder'"),
+        ({"kind": "bm"}, r"models\.x\.kind=bm: Input should be 'encoder'"),
         (3, r"models\.x=3: Input should be a valid string"),
     ],
 )
