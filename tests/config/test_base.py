@@ -9,6 +9,7 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
+from infembed_ray.redaction import MASK
 
 TRAIN = ["records=r.jsonl", "model=m", "output=o"]
 
@@ -54,6 +55,18 @@ def test_an_invalid_setting_is_rejected_with_field_value_and_remedy(settings, ov
         settings.load(None, [*TRAIN, override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("secret", ["sk-proj-1", "gsk_9aZ", "0f3c", "", "a b"])
+@pytest.mark.parametrize(
+    ("settings", "name"), [(SynthesizeSettings, "endpoint.api_key_env"), (ServeSettings, "store_token_env")]
+)
+def test_a_secret_in_place_of_the_name_of_its_variable_is_refused_and_masked(settings, name, secret):
+    with pytest.raises(InputError) as caught:
+        settings.load(None, ["seeds=s", "output=o", "index=i", f"{name}={secret}"])
+    fault = next(fault for fault in caught.value.faults if fault.setting == name)
+    assert fault.value == MASK
+    assert not secret or secret not in str(caught.value)
 
 
 def test_a_missing_setting_is_named():
