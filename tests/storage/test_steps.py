@@ -342,7 +342,7 @@ def test_an_input_is_downloaded_once_and_again_when_it_changes(place, tmp_path):
         ("abfs://c:key@account.dfs.core.windows.net/x", r"records=abfs://\*\*\*@account.*/x: must not hold .* AZURE_"),
         (
             "abfs://c@account.dfs.core.windows.net/x?sv=2024&sig=abc",
-            "records=[^?]*/x: the query of a URI may hold only .*environment",
+            r"records=.*/x\?sv=2024&sig=\*\*\*: must not hold credentials, .* AZURE_",
         ),
         ("s3://bucket/x?endpoint_override=127.0.0.1:9&scheme=http", "records=s3://bucket/x: the object store failed"),
     ],
