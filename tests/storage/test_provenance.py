@@ -69,7 +69,7 @@ def test_a_run_with_nothing_to_do_says_that_other_code_made_the_output(checkout,
     (checkout / "module.py").write_text("one = 2\n")
     code()
     summary = step().finished().summary.splitlines()
-    version = f"version {__version__} commit {head}"
+    version = f"version {__version__} {head}"
     assert f"warning: other code made it: {version}; this is {version}+" in summary
 
 
