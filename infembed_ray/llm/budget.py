@@ -11,7 +11,7 @@ from typing import Any
 
 from infembed_ray.config.llm import Limits
 from infembed_ray.errors import InputError
-from infembed_ray.llm.journal import JournalIndex, decode, segments
+from infembed_ray.llm.journal import decode, segments, short
 from infembed_ray.llm.journal_store import JournalPlace, sources
 from infembed_ray.llm.ledger import Ledger
 from infembed_ray.llm.prices import PriceTable
@@ -85,14 +85,14 @@ def _write_note(journal: JournalPlace, note: dict[str, Any]) -> None:
 
 
 def _journaled_usd(journal: JournalPlace, table: PriceTable) -> float:
-    spent, seen = 0.0, JournalIndex()  # 16 bytes an entry
+    spent, seen = 0.0, set[int]()
     for segment in segments(sources(journal)):
         with segment.open("rb") as lines:
             for line in lines:
                 entry = decode(line)
-                if entry is None or seen.find(entry[0]) is not None:
+                if entry is None or short(entry[0]) in seen:
                     continue
-                seen.add(entry[0], file=0, offset=0)
+                seen.add(short(entry[0]))
                 model = json.loads(line)["model"]
                 usd = table.usd(model, entry[1])
                 if usd is None:

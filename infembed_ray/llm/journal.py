@@ -24,9 +24,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-import numpy.typing as npt
-
 from infembed_ray.errors import InputError
 from infembed_ray.llm.chat import Complete, Completion, Request, RunFailure, Unjournaled
 from infembed_ray.storage import durable
@@ -35,12 +32,7 @@ _JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False)
 SYNC_EVERY_S = 0.025
 """Least seconds between two syncs: a sync costs about as much CPU as a request, however many lines share it."""
 
-RECENT = 4096
-"""Entries of the index that are in a dict."""
-_OFFSET_BITS = 44
-_OFFSET = (1 << _OFFSET_BITS) - 1
-
-_Run = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]  # sorted keys; the place of each
+_OFFSET = 1 << 44  # more than the bytes of a segment
 _CHECKSUM = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\s*\Z')
 _WRITTEN = re.compile(rb'(?P<said>\{"key": "(?P<key>[0-9a-f]{64})", .*), "crc32": "(?P<crc32>[0-9a-f]{8})"\}\n')
 _PARTITION = re.compile(r"-\d+-[0-9a-f]{8}-(\d+of(\d+))\.(?:\d{15}\.)?jsonl$")  # as `new_segment` names them
@@ -68,7 +60,8 @@ class Journal:
         self._sources = [*replay, directory]
         self._files: list[_File] = []
         self._numbers: dict[Path, int] = {}
-        self._index = JournalIndex()
+        self._index: dict[int, int] = {}
+        """`short` of a key -> number of its file * _OFFSET + its offset there: two integers, since there are millions."""
         self._segment: BinaryIO | None = None
         self._segment_number = -1
         self._written = 0  # bytes of the segment
@@ -101,10 +94,10 @@ class Journal:
         return next(filter(None, map(self._get, keys)), None)
 
     def _get(self, key: str) -> Completion | None:
-        place = self._index.find(key)
+        place = self._index.get(short(key))
         if place is None:
             return None
-        number, offset = place
+        number, offset = divmod(place, _OFFSET)
         try:
             with self._files[number].path.open("rb") as stream:
                 stream.seek(offset)
@@ -132,7 +125,11 @@ class Journal:
                 await asyncio.shield(self._syncing)
         except (OSError, RuntimeError) as error:
             raise self._failure("written", error) from error
-        self._index.add(request.journal_key(completion), self._segment_number, offset)
+        self._add(request.journal_key(completion), self._segment_number, offset)
+
+    def _add(self, key: str, file: int, offset: int) -> None:
+        """Index an entry; of equal keys, the first counts."""
+        self._index.setdefault(short(key), file * _OFFSET + offset)
 
     def open(self) -> BinaryIO:
         """Return this process's segment; from then on other processes see that it writes to the journal."""
@@ -171,7 +168,7 @@ class Journal:
                 if key is None:
                     damaged += 1
                 else:
-                    self._index.add(key, number, file.indexed)
+                    self._add(key, number, file.indexed)
                 file.indexed += len(line)
         if damaged:
             warnings.warn(f"journal {file.path}: skipped {damaged} damaged lines", stacklevel=3)
@@ -329,61 +326,6 @@ def decode(line: bytes) -> tuple[str, Completion] | None:
         return None
 
 
-class JournalIndex:
-    """Maps a key (hex digits) to (number of the file, offset in bytes), at 16 bytes an entry. Of equal keys, the first counts.
-
-    Recent entries are in a dict, the others in a few sorted arrays. It knows 8 bytes of a key, so a reader compares the key.
-    """
-
-    def __init__(self) -> None:
-        self._recent: dict[int, int] = {}
-        self._runs: list[_Run] = []  # oldest first
-
-    def __len__(self) -> int:
-        """Return the number of keys."""
-        self._freeze()
-        while len(self._runs) > 1:
-            newer, older = self._runs.pop(), self._runs.pop()
-            self._runs.append(_merged(older, newer))
-        return len(self._runs[0][0]) if self._runs else 0
-
-    def add(self, key: str, file: int, offset: int) -> None:
-        """Add an entry. Files are numbered below 2^20; offsets are below 16 TB."""
-        self._recent.setdefault(_short(key), file << _OFFSET_BITS | offset)
-        if len(self._recent) >= RECENT:
-            self._freeze()
-
-    def find(self, key: str) -> tuple[int, int] | None:
-        """Return the place of a key's entry, or None. Very rarely it is the entry of another key."""
-        short = _short(key)
-        for keys, places in self._runs:
-            at = int(keys.searchsorted(np.uint64(short)))
-            if at < len(keys) and int(keys[at]) == short:
-                return _place(int(places[at]))
-        place = self._recent.get(short)
-        return None if place is None else _place(place)
-
-    def _freeze(self) -> None:
-        if not self._recent:
-            return
-        keys = np.fromiter(self._recent.keys(), np.uint64, len(self._recent))
-        places = np.fromiter(self._recent.values(), np.uint64, len(self._recent))
-        order = np.argsort(keys)
-        self._recent = {}
-        run = keys[order], places[order]
-        while self._runs and len(self._runs[-1][0]) <= len(run[0]):
-            run = _merged(self._runs.pop(), run)
-        self._runs.append(run)
-
-
-def _short(key: str) -> int:
+def short(key: str) -> int:
+    """Return the first 8 bytes of a key."""
     return int(key[:16], 16)
-
-
-def _place(packed: int) -> tuple[int, int]:
-    return packed >> _OFFSET_BITS, packed & _OFFSET
-
-
-def _merged(older: _Run, newer: _Run) -> _Run:
-    keys, first = np.unique(np.concatenate([older[0], newer[0]]), return_index=True)
-    return keys, np.concatenate([older[1], newer[1]])[first]

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from infembed_ray.errors import InputError
 from infembed_ray.llm import budget
-from infembed_ray.llm.chat import Completion
-from infembed_ray.llm.journal import decode, has_writer, new_segment, partition_in, segments
+from infembed_ray.llm.journal import decode, has_writer, new_segment, partition_in, segments, short
 from infembed_ray.llm.journal_store import COPIES, JournalPlace, copy_objects, directory_of, locked, upload_leftovers
 from infembed_ray.progress import counted, say
 from infembed_ray.storage import durable
@@ -51,9 +50,9 @@ class JournalStats:
             *(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))
         )
 
-    def lines(self, paths: Iterable[Path]) -> Iterator[tuple[str, bytes]]:
-        """Yield key and line of every entry, without duplicates, and count everything."""
-        seen: set[bytes] = set()
+    def lines(self, paths: Iterable[Path]) -> Iterator[bytes]:
+        """Yield the line of every entry, without duplicates, and count everything."""
+        seen = set[int]()
         for path in paths:
             self.segments += 1
             with path.open("rb") as stream:
@@ -64,18 +63,16 @@ class JournalStats:
                         self.torn += 1
                     elif entry is None:
                         self.damaged.append(f"{path}:{number}")
-                    elif (key := bytes.fromhex(entry[0])) in seen:
+                    elif short(entry[0]) in seen:
                         self.duplicates += 1
                     else:
-                        seen.add(key)
-                        self._count(entry[1])
-                        yield entry[0], line
-
-    def _count(self, completion: Completion) -> None:
-        self.entries += 1
-        self.calls[completion.model] += 1
-        self.prompt_tokens[completion.model] += completion.prompt_tokens
-        self.completion_tokens[completion.model] += completion.completion_tokens
+                        seen.add(short(entry[0]))
+                        completion = entry[1]
+                        self.entries += 1
+                        self.calls[completion.model] += 1
+                        self.prompt_tokens[completion.model] += completion.prompt_tokens
+                        self.completion_tokens[completion.model] += completion.completion_tokens
+                        yield line
 
 
 def scan(journal: Path) -> JournalStats:
@@ -125,7 +122,7 @@ def _merge(directory: Path, folder: Folder | None, partition: str | None, paths:
     stats = JournalStats()
     segment, merged = new_segment(directory, partition)
     with segment:
-        segment.writelines(line for _, line in stats.lines(paths))
+        segment.writelines(stats.lines(paths))
         if stats.entries and len(paths) == 1 and not (stats.duplicates or stats.torn or stats.damaged):
             merged.unlink()
             return stats
