@@ -76,9 +76,8 @@ class _Parser(argparse.ArgumentParser):
         super().error(masked(message))
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command; print its help or its mistake and exit, as argparse does."""
-    words = list(arguments)
     name = next((name for name in (" ".join(words[:2]), words[0]) if name in COMMANDS), None)
     if name is None:
         _exit_without_command(words)
@@ -88,14 +87,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             return argparse.Namespace(verb=name, section=section)
         print(parser_of(name).format_help() + "\n".join(load("cli.help:overview")(command, name)))
         raise SystemExit(0)
-    parser = parser_of(name)
-    options, more = parser.parse_known_args(rest)
-    if more and (any(word.startswith("-") for word in more) or not isinstance(command, Verb)):
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
-    if more:  # argparse takes no positional arguments after an option that follows some
-        options.overrides += more
-    options.verb = name
-    return options
+    return parser_of(name).parse_intermixed_args(rest, argparse.Namespace(verb=name))
 
 
 def _exit_without_command(words: Sequence[str]) -> NoReturn:
