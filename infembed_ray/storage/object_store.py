@@ -231,8 +231,8 @@ class Folder:
         """Read a small object with its version; None if it does not exist."""
         client, key = self._control(name)
         try:
-            found = client.get(key)
-            data, meta = bytes(found.bytes()), found.meta
+            answer = client.get(key)
+            data, meta = bytes(answer.bytes()), answer.meta
         except FileNotFoundError:
             return None
         return data, Version(meta["e_tag"], meta["version"], meta["last_modified"].timestamp())
@@ -277,10 +277,10 @@ class Folder:
                 return Version(made["e_tag"], made["version"])
             except (failures.AlreadyExistsError, failures.PreconditionError, failures.GenericError):
                 # A refusal may be the answer to a repetition of this very write, and S3's 409 is no refusal.
-                found = self.read_versioned(name)
-                if found is not None and found[0] == data:
-                    return found[1]
-                if (None if found is None else found[1]) != expected:
+                content, version = self.read_versioned(name) or (None, None)
+                if content == data:
+                    return version
+                if version != expected:
                     return None
                 if attempt == _WRITES or time.monotonic() > deadline:
                     raise
@@ -429,5 +429,4 @@ def _azure_scheme(options: dict[str, str]) -> str:
 def _azure_secret() -> dict[str, str]:
     """Return the key or token of a storage account, which obstore finds itself and pyarrow does not."""
     names = {"account_key": "AZURE_STORAGE_ACCOUNT_KEY", "sas_token": "AZURE_STORAGE_SAS_TOKEN"}
-    found = {option: os.environ[name] for option, name in names.items() if os.environ.get(name)}
-    return dict(list(found.items())[:1])
+    return next(({option: os.environ[name]} for option, name in names.items() if os.environ.get(name)), {})

@@ -45,9 +45,9 @@ def local_path(value: str, name: str) -> Path:
         InputError: the value is a URI of an object store, which this setting does not accept.
     """
     if "://" in value and not value.startswith("file://"):
-        known = "" if is_uri(value) else "; schemes of object stores are s3, gs and abfs"
+        schemes = "" if is_uri(value) else "; schemes of object stores are s3, gs and abfs"
         raise InputError.of(
-            name, value, "must be a path of this machine", f"mount it, or give a shared directory{known}"
+            name, value, "must be a path of this machine", f"mount it, or give a shared directory{schemes}"
         )
     return Path(value.removeprefix("file://")).expanduser().absolute()
 

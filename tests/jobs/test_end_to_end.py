@@ -1,4 +1,4 @@
-"""The job scripts of five stages, from synthesize to serve, each submitted once with `ray job submit` to a real head with a token.
+"""The job scripts of synthesize, index and serve, each submitted with `ray job submit` to a real head with a token.
 
 A stage is then repeated in this process: it must find its output before it needs a cluster. The data are the bundled sample
 with its journal of responses.
@@ -34,7 +34,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.end_to_end]
 
 LLM_KEY = "key-of-the-llm"
 API_KEY = "key-of-the-http-api"
-TRAINING_RECORDS = 8
 DOCUMENTS = 60
 
 
@@ -72,13 +71,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def records(directory: Path, synthesized: Repeated) -> list[dict[str, Any]]:
-    return [vars(row) for row in tables.read(synthesized.output, Record, "records", split="train")]
-
-
-@pytest.fixture(scope="module")
-def corpus(directory: Path, records: list[dict[str, Any]]) -> Path:
-    rows = [{"id": row["id"], "text": row["document_positive"]} for row in records[:DOCUMENTS]]
+def corpus(directory: Path, synthesized: Repeated) -> Path:
+    records = tables.read(synthesized.output, Record, "records", split="train")
+    rows = [{"id": row.id, "text": row.document_positive} for row in records][:DOCUMENTS]
     return write_jsonl(directory / "corpus.jsonl", rows)
 
 
@@ -99,21 +94,8 @@ def synthesized(head: Head, directory: Path) -> Repeated:
 
 
 @pytest.fixture(scope="module")
-def analyzed(head: Head, directory: Path, synthesized: Repeated) -> Repeated:
-    return submit_and_repeat(head, "analyze", directory / "analysis", records=synthesized.output)
-
-
-@pytest.fixture(scope="module")
-def trained(head: Head, directory: Path, records: list[dict[str, Any]], minilm: str) -> Repeated:
-    settings = {"records_per_step": 4, "epochs": 1, "instruction_negatives": 2, "cpus_per_worker": 1}
-    rows = write_jsonl(directory / "training.jsonl", records[:TRAINING_RECORDS])
-    return submit_and_repeat(head, "train", directory / "checkpoints", records=rows, model=minilm, **settings)
-
-
-@pytest.fixture(scope="module")
-def indexed(head: Head, directory: Path, corpus: Path, trained: Repeated) -> Repeated:
-    # The parent directory names the newest checkpoint.
-    return submit_and_repeat(head, "index", directory / "index", corpus=corpus, model=trained.output.parent)
+def indexed(head: Head, directory: Path, corpus: Path, minilm: str) -> Repeated:
+    return submit_and_repeat(head, "index", directory / "index", corpus=corpus, model=minilm)
 
 
 class Served(NamedTuple):
@@ -169,7 +151,7 @@ def test_the_heads_ports_refuse_a_stranger(head, tmp_path):
         assert {status(head.ports[port], page) for page in pages} == {401}
 
 
-@pytest.mark.parametrize("job", ["synthesized", "analyzed", "trained", "indexed"])
+@pytest.mark.parametrize("job", ["synthesized", "indexed"])
 def test_a_repeated_job_does_nothing_and_says_why(job, request):
     done = request.getfixturevalue(job)
     reason = "nothing to do: same inputs and settings, output finished on "
@@ -180,11 +162,11 @@ def test_a_repeated_job_does_nothing_and_says_why(job, request):
     assert done.untouched
 
 
-def test_the_manifest_names_the_job_and_the_code_without_a_checkout(trained):
-    found = trained.manifest["provenance"]
-    assert re.fullmatch(r"raysubmit_\w+", found["job"]["submission_id"])
-    assert found["cluster"]["CPU"] == 8
-    assert found["code"] == provenance.code() | {"commit": None}
+def test_the_manifest_names_the_job_and_the_code_without_a_checkout(indexed):
+    recorded = indexed.manifest["provenance"]
+    assert re.fullmatch(r"raysubmit_\w+", recorded["job"]["submission_id"])
+    assert recorded["cluster"]["CPU"] == 8
+    assert recorded["code"] == provenance.code() | {"commit": None}
 
 
 def test_keys_leave_no_trace_in_logs_and_outputs(synthesized, directory):
@@ -194,13 +176,11 @@ def test_keys_leave_no_trace_in_logs_and_outputs(synthesized, directory):
     assert not any(LLM_KEY.encode() in path.read_bytes() for path in files)
 
 
-def test_stages_agree_with_the_ones_before(synthesized, analyzed, trained, indexed, corpus):
+def test_stages_agree_with_the_ones_before(synthesized, indexed, corpus):
     counts = synthesized.manifest["counts"]
     assert counts["kept"] > 0
     assert counts["seeds"] == counts["kept"] + counts["rejected"] + counts["dead_letter"]
     assert counts["calls"] == 0  # the sample's journal has all responses
-    assert analyzed.manifest["counts"] == {kind: counts[kind] for kind in ("kept", "rejected", "dead_letter")}
-    assert trained.manifest["counts"]["records"] == TRAINING_RECORDS
     assert indexed.manifest["counts"]["passages"] == len(read_jsonl(corpus))
 
 

@@ -46,8 +46,8 @@ def write(directory: Path, *texts: str) -> None:
 
 
 def text_of(journal: Journal, text: str) -> str | None:
-    found = journal.get(request(text).key)
-    return found.text if found else None
+    answer = journal.get(request(text).key)
+    return answer.text if answer else None
 
 
 @settings(max_examples=25)

@@ -240,7 +240,7 @@ def test_of_two_writers_on_two_machines_one_publishes_and_the_other_names_it(fau
 
 def test_a_writer_whose_lease_was_taken_over_publishes_nothing(place, tmp_path):
     one, folder = remote_step(place, tmp_path), Folder.open(place, "x")
-    message = "so nothing is published"
+    message = "nothing is published"
     with pytest.raises(InputError, match=message), one.publish() as staging:
         (staging.path / "file.txt").write_text("late")
         folder.write(f".{one.identity}.lease", '{"id": "of another", "seconds": 60}')
