@@ -34,7 +34,7 @@ from infembed_ray.synthesis.pipeline import rate
 NOTHING_FITS = "0"
 """Answer of a rater who finds no right passage."""
 IN_FLIGHT = 64
-"""Requests in flight, unless `limits.in_flight` is lower."""
+"""Most requests in flight."""
 JOURNAL = "journal"
 """Folder of the answers in the output."""
 PRINTED = 5
@@ -162,14 +162,13 @@ async def _ask_all(rating: Rating, settings: AnalyzeSettings) -> tuple[dict[str,
     """
     limits, raters = settings.agreement.limits, settings.agreement.raters
     journal = open_journal(rating.journal)
-    slots = min(limits.in_flight or IN_FLIGHT, IN_FLIGHT)
     spent = 0.0 if limits.budget_usd is None else budget.resume(rating.journal, rating.table)
     ledger = budget.ledger(limits, spent, rating.journal)
 
     async def exchange(report: LeaseReport) -> Grant:
         return ledger.exchange(report)
 
-    limiter = RateLimiter(limits, slots, exchange)
+    limiter = RateLimiter(limits, IN_FLIGHT, exchange)
     client = ChatClient(settings.agreement.endpoint, journal, limiter, rating.table)
     asked = [(rater, item) for rater in raters for item in rating.items]
     try:

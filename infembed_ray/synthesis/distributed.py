@@ -234,12 +234,6 @@ def _coordinator(job: Job, tasks: Path, identity: str, spent_usd: float) -> Iter
         ray.kill(coordinator)
 
 
-def _slots(settings: SynthesizeSettings) -> int:
-    """Return the most requests in flight of an actor."""
-    shared = settings.limits.in_flight
-    return settings.in_flight if shared is None else min(settings.in_flight, shared // settings.actors)
-
-
 def _failed(error: ray.exceptions.RayError) -> str:
     return f"an actor of the run failed ({in_one_line(error, 'synthesize')}); run the same command again, the journal resumes"
 
@@ -254,7 +248,7 @@ def _rate_limiter(settings: SynthesizeSettings, coordinator: Any) -> RateLimiter
             raise RunFailure(_failed(error)) from error
         return grant
 
-    return RateLimiter(settings.limits, _slots(settings), exchange)
+    return RateLimiter(settings.limits, settings.in_flight, exchange)
 
 
 # -------------------------------------------------------------------------------------------------- the fan-out

@@ -143,7 +143,6 @@ def check_settings(settings: SynthesizeSettings, table: PriceTable) -> None:
     """
     check_all(
         lambda: _check_steps(settings),
-        lambda: _check_in_flight(settings),
         lambda: check_limits(settings.limits, models(settings), table),
     )
 
@@ -168,12 +167,6 @@ def _check_steps(settings: SynthesizeSettings) -> None:
     faults = [f"steps.{step}: no such step: {nearest(step, STEPS)}" for step in settings.steps if step not in STEPS]
     if faults:
         raise InputError(*faults)
-
-
-def _check_in_flight(settings: SynthesizeSettings) -> None:
-    shared, actors = settings.limits.in_flight, settings.actors
-    if shared is not None and shared < actors:
-        raise InputError(f"limits.in_flight={shared}: too few for actors={actors}; set actors={shared}, or raise it")
 
 
 def check_limits(limits: Limits, asked: Mapping[str, ChatModel], table: PriceTable) -> None:

@@ -127,7 +127,8 @@ def test_a_killed_run_pays_for_no_answer_twice_and_keeps_its_budget(tmp_path: Pa
     sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
     truth = {row["item_id"]: row["ann"] for row in rows}
     with stub(rows, truth, {PRICED: 0.0}, pause_s=0.1) as (url, asked):
-        wanted = settings(tmp_path, url, [sheet], [PRICED], limits={"budget_usd": 4, "in_flight": 2})
+        limits = {"budget_usd": 4, "requests_per_minute": 600, "window_s": 0.5}
+        wanted = settings(tmp_path, url, [sheet], [PRICED], limits=limits)
         config = write_jsonl(tmp_path / "config.yaml", [wanted.model_dump(mode="json")])
         run_killed = subprocess.Popen([sys.executable, "-m", "infembed_ray.cli", "analyze", "--config", str(config)])
         try:
