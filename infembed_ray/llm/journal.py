@@ -142,7 +142,7 @@ class Journal:
         """Store what was appended where all nodes read it; a directory's segment is there."""
 
     def close(self) -> None:
-        """Close the segment, whose lines are on disk already. From then on it may be merged like any other."""
+        """Close the segment, whose lines are on disk already."""
         if self._segment is not None:
             self._segment.close()
             self._segment, self._segment_number = None, -1
@@ -199,12 +199,6 @@ def replaying(journal: Journal) -> Complete:
     return complete
 
 
-def partition_in(name: str) -> str | None:
-    """Return the partition in the name of a segment or an object; None if rows of any partition may be in the file."""
-    named = _PARTITION.search(name)
-    return named and named[1]
-
-
 def may_hold(name: str, partition: str | None) -> bool:
     """Return whether a journal's file may hold entries of a partition."""
     named = _PARTITION.search(name)
@@ -259,7 +253,7 @@ def new_segment(directory: Path, partition: str | None = None) -> tuple[BinaryIO
     path = directory / f"{name}-{partition}.jsonl" if partition else directory / f"{name}.jsonl"
     unlocked = path.with_suffix(".new")
     segment = unlocked.open("xb")
-    with contextlib.suppress(OSError):  # without locks, no process can lock a segment in order to merge it, either
+    with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(segment, fcntl.LOCK_EX | fcntl.LOCK_NB)
     unlocked.rename(path)  # named as a segment only now, so a living segment is never seen without its lock
     durable.sync_directory(directory)

@@ -141,7 +141,7 @@ def test_a_killed_run_pays_for_no_answer_twice_and_keeps_its_budget(tmp_path: Pa
             run(settings(tmp_path, url, [sheet], [PRICED], limits={"budget_usd": 1e-4}))
         published = run(wanted)
         assert study_of(published)["llm_raters"][0]["answered"] == 50
-        assert len(asked) <= 50 + 2  # those in flight at the kill
+        assert len(asked) <= 50 + 5  # those in flight at the kill
 
 
 @pytest.mark.parametrize(
