@@ -100,10 +100,9 @@ def _exit_without_command(words: Sequence[str]) -> NoReturn:
         raise SystemExit(0)
     from infembed_ray.config.base import nearest
 
-    seconds = [name.split()[1] for name in COMMANDS if name.startswith(f"{words[0]} ")]
-    candidates = seconds or [name for name in COMMANDS if " " not in name]
-    before, word = (f" {words[0]}", (*words, "")[1]) if seconds else ("", words[0])
-    print(f"infembed{before}: unknown verb {masked(word)}: {nearest(word, candidates)}", file=sys.stderr)
+    of_two = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
+    asked = " ".join(words[:2]) if of_two else words[0]
+    print(f"infembed: unknown verb {masked(asked)}: {nearest(asked, of_two or COMMANDS)}", file=sys.stderr)
     raise SystemExit(2)
 
 
