@@ -34,7 +34,7 @@ from infembed_ray.progress import say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.records.tables import Seed
 from infembed_ray.storage.object_store import Folder
-from infembed_ray.storage.steps import Published, Step
+from infembed_ray.storage.steps import Published, Step, require_writable
 from infembed_ray.synthesis.audit import described
 from infembed_ray.synthesis.batch_files import leaving_out
 from infembed_ray.synthesis.circuit_breaker import CircuitBreaker
@@ -46,7 +46,6 @@ from infembed_ray.synthesis.preflight import (
     BATCHES,
     Job,
     check,
-    make_journal,
     prepare,
     resolve,
 )
@@ -94,7 +93,7 @@ def run(settings: SynthesizeSettings) -> Published:
         _settle_journal(job.journal)  # its answers must be in the store before they are counted
     check(job)
     if job.has_key:
-        make_journal(job)
+        require_writable(job.journal, "journal")
     with step.publish() as staging:  # no other run of it spends now
         if job.has_key:
             _settle_journal(job.journal)

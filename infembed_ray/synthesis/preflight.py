@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,16 +20,14 @@ from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import JournalPlace, open_journal
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.records.tables import Seed
-from infembed_ray.storage.object_store import convert_errors, is_uri
-from infembed_ray.storage.steps import Step, folder_of, require_access, require_writable, resolve_input
+from infembed_ray.storage.object_store import is_uri
+from infembed_ray.storage.steps import Step, folder_of, require_access, resolve_input
 from infembed_ray.synthesis import batch_files, templates
 from infembed_ray.synthesis.pipeline import STEPS, next_request
 from infembed_ray.synthesis.seeds import SeedReader, SeedSurvey
 
 BATCHES = "batches"
 """Directory of the Batch API's files, in the journal's directory."""
-PROBE = f".probe-{secrets.token_hex(4)}"
-"""Object that shows whether a journal in an object store can be written."""
 
 
 @dataclass(frozen=True)
@@ -109,16 +106,6 @@ def _check_journal(job: Job) -> None:
         require_all_journaled(job, open_journal(job.journal, job.replay))
     else:
         require_access(job.journal, "journal")
-
-
-def make_journal(job: Job) -> None:
-    """Make the place of the journal; InputError if it cannot be written."""
-    if isinstance(job.journal, Path):
-        require_writable(job.journal, "journal")
-        return
-    with convert_errors(str(job.journal), "journal"):
-        job.journal.write(PROBE, "")
-        job.journal.delete(PROBE)
 
 
 def _check_batches(job: Job) -> None:
