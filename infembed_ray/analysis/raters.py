@@ -20,7 +20,7 @@ from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import budget, prices
 from infembed_ray.llm.chat import Complete, RowFailure, RunFailure
 from infembed_ray.llm.client import ChatClient, run_in_thread
-from infembed_ray.llm.journal_store import JournalPlace, open_journal
+from infembed_ray.llm.journal_store import open_journal
 from infembed_ray.llm.ledger import Grant, LeaseReport, RateLimiter
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.progress import Advance, say, track
@@ -64,7 +64,7 @@ class Rating:
 
     items: list[AgreementItem]
     table: PriceTable
-    journal: JournalPlace
+    journal: Place
 
 
 def prepare(settings: AnalyzeSettings, files: Sequence[Place], references: Answers) -> Rating:

@@ -27,10 +27,9 @@ from infembed_ray.llm.ledger import LEASE_S
 from infembed_ray.progress import say
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder, convert_errors, scratch
+from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import resolve_input
 
-JournalPlace = Path | Folder
-"""A journal's directory, or its folder in an object store."""
 COPIES = "objects"
 """Directory of copies of the journal's objects, beside the segments that this node's processes write."""
 
@@ -45,7 +44,7 @@ _StoreError = (OSError, ArrowException)
 
 
 def open_journal(
-    place: JournalPlace,
+    place: Place,
     replay: Sequence[str] = (),
     partition: str | None = None,
     upload_s: float = 60.0,
@@ -147,7 +146,7 @@ def _download(folder: Folder, copies: Path, name: str, size: int) -> None:
         raise OSError(f"{name} was cut short on its way; run again")
 
 
-def sources(place: JournalPlace) -> list[Path]:
+def sources(place: Place) -> list[Path]:
     """Return the directories of this node with all segments of a journal, after copying those in an object store.
 
     Raises:

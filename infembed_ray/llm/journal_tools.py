@@ -12,9 +12,10 @@ from pathlib import Path
 from infembed_ray.errors import InputError
 from infembed_ray.llm import budget
 from infembed_ray.llm.journal import decode, has_writer, segments, short
-from infembed_ray.llm.journal_store import COPIES, JournalPlace, copy_objects, directory_of, upload_leftovers
+from infembed_ray.llm.journal_store import COPIES, copy_objects, directory_of, upload_leftovers
 from infembed_ray.progress import counted, say
 from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import open_place
 
 SHOWN = 20
@@ -82,7 +83,7 @@ def run(action: str, journal: str) -> int:
         raise InputError(f"{error.filename or journal}: {error.strerror}; correct that and run it again") from error
 
 
-def _stats(journal: JournalPlace) -> int:
+def _stats(journal: Place) -> int:
     """Show what a journal holds, except what is being written to one in an object store."""
     stats = scan(journal if isinstance(journal, Path) else copy_objects(journal) / COPIES)
     say(f"{counted(stats.entries, 'entry', 'entries')}, {stats.size} bytes in {counted(stats.segments, 'segment')}")
@@ -98,7 +99,7 @@ def _stats(journal: JournalPlace) -> int:
     return 1 if stats.damaged else 0
 
 
-def _reconcile(journal: JournalPlace) -> int:
+def _reconcile(journal: Place) -> int:
     directory = journal if isinstance(journal, Path) else directory_of(journal)
     if any(map(has_writer, segments([directory]))):
         raise InputError.of("DIR", journal, "a run writes to it", "wait until it has ended")

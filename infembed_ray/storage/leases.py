@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from obstore.exceptions import BaseError
@@ -26,6 +25,7 @@ from infembed_ray.errors import Fault, InputError
 from infembed_ray.progress import say
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder, Version
+from infembed_ray.storage.places import Place
 
 SECONDS = 60.0
 """Duration of a lease. It exceeds the time that a write of the manifest may take with all its retries."""
@@ -35,7 +35,7 @@ _POLL_S = 1.0
 
 
 @contextlib.contextmanager
-def lease(place: Path | Folder, name: str, setting: str, value: Any) -> Iterator[Callable[[], None]]:
+def lease(place: Place, name: str, setting: str, value: Any) -> Iterator[Callable[[], None]]:
     """Hold the lease on a name below a directory or a folder of an object store.
 
     A store's lease that another process holds is observed until that process renews it or the lease expires.
@@ -69,7 +69,7 @@ def lease(place: Path | Folder, name: str, setting: str, value: Any) -> Iterator
         yield lambda: None
 
 
-def is_held(place: Path | Folder, name: str) -> bool:
+def is_held(place: Place, name: str) -> bool:
     """Return whether a process holds the lease on a name. One of a store counts until it expires, by this machine's clock."""
     if isinstance(place, Folder):
         _, held = place.read_versioned(f".{name}.lease") or (None, None)

@@ -28,12 +28,13 @@ from infembed_ray.llm import budget, prices
 from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.driver_watch import RAY_ENVIRONMENT, DriverWatch, Process, this_process
-from infembed_ray.llm.journal_store import JournalPlace, open_journal, settle, wait_for_writers
+from infembed_ray.llm.journal_store import open_journal, settle, wait_for_writers
 from infembed_ray.llm.ledger import Grant, LeaseReport, LedgerStats, RateLimiter
 from infembed_ray.progress import say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.records.tables import Seed
 from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import Published, Step, require_writable
 from infembed_ray.synthesis.audit import described
 from infembed_ray.synthesis.batch_files import leaving_out
@@ -192,7 +193,7 @@ def _stats(coordinator: Any) -> LedgerStats | None:
     return None
 
 
-def _settle_journal(journal: JournalPlace, partition: str | None = None) -> None:
+def _settle_journal(journal: Place, partition: str | None = None) -> None:
     """Wait until no process writes to the journal; in an object store, also until it holds what all nodes wrote.
 
     Args:
@@ -308,7 +309,7 @@ class _Synthesizer:
         settings: SynthesizeSettings,
         partition: str,
         shared: ray.ObjectRef,
-        journal: JournalPlace,
+        journal: Place,
         replay: Sequence[str],
         coordinator: Any,
         driver: Process | None,

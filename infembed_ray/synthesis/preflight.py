@@ -17,10 +17,11 @@ from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import run_in_thread
 from infembed_ray.llm.endpoint import missing_key_hint
 from infembed_ray.llm.journal import Journal
-from infembed_ray.llm.journal_store import JournalPlace, open_journal
+from infembed_ray.llm.journal_store import open_journal
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.records.tables import Seed
 from infembed_ray.storage.object_store import is_uri
+from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import Step, folder_of, require_access, resolve_input
 from infembed_ray.synthesis import batch_files, templates
 from infembed_ray.synthesis.pipeline import STEPS, next_request
@@ -38,7 +39,7 @@ class Job:
     seeds: Iterable[Seed]
     survey: SeedSurvey
     table: PriceTable
-    journal: JournalPlace
+    journal: Place
     replay: Sequence[str]
     """Paths and URIs. Paths are absolute, because actors have another working directory."""
     left_out: Mapping[str, str] = field(default_factory=dict)
