@@ -6,7 +6,6 @@ import importlib
 import os
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -22,8 +21,6 @@ from infembed_ray.progress import say
 from infembed_ray.telemetry import running_ray
 
 PACKAGE = "infembed-ray"
-STALE_S = 600.0
-"""Age from which the lock of a build counts as left over."""
 KEY = "OPENAI_API_KEY"
 TOKEN_FILE = "~/.ray/auth_token"
 
@@ -112,10 +109,6 @@ def _faiss() -> Iterator[str]:
 
 
 def _deepspeed() -> Iterator[str]:
-    extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
-    locks = [lock for lock in extensions.glob("**/lock") if time.time() - lock.stat().st_mtime > STALE_S]
-    if locks:
-        raise InputError(*(f"a killed build left {lock}: training waits for it for ever; rm {lock}" for lock in locks))
     if not _nvidia_smi():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns
     yield importlib.import_module("deepspeed").__version__
