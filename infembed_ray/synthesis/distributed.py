@@ -138,10 +138,7 @@ def _ask_in_batches(job: Job, spent_usd: float) -> BatchReport:
         finally:
             journal.close()
 
-    try:
-        return run_in_thread(ask())
-    except RunFailure as failure:
-        raise InputError(str(failure)) from failure
+    return run_in_thread(ask())
 
 
 def _spent_usd(job: Job) -> float:

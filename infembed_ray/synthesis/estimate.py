@@ -14,7 +14,6 @@ from itertools import islice
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import budget, prices
-from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import run_in_thread
 from infembed_ray.llm.journal_store import open_journal
 from infembed_ray.llm.prices import BATCH_PRICE
@@ -53,7 +52,7 @@ class Estimate:
 
 
 def estimate(job: Job) -> Estimate:
-    """Estimate what a run sends at most; RunFailure if a journal cannot be read."""
+    """Estimate what a run sends at most; InputError if a journal cannot be read."""
     made, steps = Estimate(job.survey.seeds), steps_of(job.settings)
     journal = open_journal(job.journal, job.replay)
     every = -(-made.seeds // SAMPLE)
@@ -104,10 +103,7 @@ def describe(settings: SynthesizeSettings) -> Iterator[str]:
         return
     job = preflight.resolve(settings, seeds, table)
     yield f"seeds: {job.survey.seeds:,} of {seeds.path}"
-    try:
-        made = estimate(job)
-    except RunFailure as failure:
-        raise InputError(str(failure)) from failure
+    made = estimate(job)
     sample = "" if made.rehearsed == made.seeds else f" (estimated from {made.rehearsed:,} of the seeds)"
     if not made.calls:
         yield f"calls: none, the journals answer all of them{sample}"

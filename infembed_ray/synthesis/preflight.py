@@ -13,7 +13,6 @@ from infembed_ray.config.llm import ChatModel, Limits
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import prices
-from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import run_in_thread
 from infembed_ray.llm.endpoint import missing_key_hint
 from infembed_ray.llm.journal import Journal
@@ -207,8 +206,5 @@ def _unanswered(job: Job, journal: Journal) -> Counter[str]:
             if request is not None:
                 missing[request.model] += 1
 
-    try:
-        run_in_thread(rehearse())
-    except RunFailure as failure:
-        raise InputError(str(failure)) from failure
+    run_in_thread(rehearse())
     return missing
