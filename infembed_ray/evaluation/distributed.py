@@ -19,7 +19,7 @@ from ray.data import ActorPoolStrategy
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import differences, obedience, obedience_gates, results, tables
-from infembed_ray.evaluation.chunks import Chunk, of_pairs, of_passages, of_queries, shared
+from infembed_ray.evaluation.chunks import TextChunk, of_pairs, of_passages, of_queries, shared
 from infembed_ray.evaluation.differences import Difference, Kept
 from infembed_ray.evaluation.embeddings import Store
 from infembed_ray.evaluation.inputs import (
@@ -172,7 +172,7 @@ def _rerank(
     settings: EvaluateSettings, inputs: EvaluationInputs, model: EvaluatedModel, first: FirstStage
 ) -> Iterator[tuple[Task, Run]]:
     """Score every query's candidates, or the first stage's top documents if the task has no candidates to re-rank."""
-    pairs: dict[str, list[Chunk]] = {}
+    pairs: dict[str, list[TextChunk]] = {}
     for task in inputs.tasks:
         candidates = (task.candidates or {}) if task.has_candidates(settings.depth) else first[task.name]
         wanted = [set(candidates[query.id]) - task.excluded.get(query.id, frozenset()) for query in task.queries]
@@ -243,7 +243,7 @@ class ComputeChunk:
     ) -> None:
         self._model = model
         self._store = Store(store, identity)
-        self._chunks: Sequence[Chunk] = ray.get(chunks)
+        self._chunks: Sequence[TextChunk] = ray.get(chunks)
         self._load = cache(partial(baselines.load, model.retriever, device, batch_tokens, identity))
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -254,7 +254,7 @@ class ComputeChunk:
             return {"id": row["id"], "file": "", "computed": False, "fault": str(error)}
         return {"id": row["id"], "file": address(file), "computed": computed, "fault": ""}
 
-    def _ensure(self, chunk: Chunk) -> tuple[Place, bool]:
+    def _ensure(self, chunk: TextChunk) -> tuple[Place, bool]:
         texts = chunk.texts()
         file = self._store.file(part for text in texts for part in text)
         if self._store.holds(file, chunk.size):
@@ -277,8 +277,8 @@ class ComputeChunk:
 
 
 def _compute_chunks(
-    title: str, settings: EvaluateSettings, model: EvaluatedModel, chunks: Sequence[Chunk], store: Place
-) -> dict[Chunk, Place]:
+    title: str, settings: EvaluateSettings, model: EvaluatedModel, chunks: Sequence[TextChunk], store: Place
+) -> dict[TextChunk, Place]:
     """Compute the chunks that are missing from the store; return the file of each chunk."""
     distinct = list(dict.fromkeys(chunks))
     if not distinct:
@@ -293,7 +293,7 @@ def _compute_chunks(
         compute=ActorPoolStrategy(size=1 if remote else min(settings.actors, len(distinct))),
         num_gpus=gpus,
     )
-    files: dict[Chunk, Place] = {}
+    files: dict[TextChunk, Place] = {}
     stored = 0
     with track(f"{title} {model.label}", sum(chunk.size for chunk in distinct)) as advance:
         for row in computed.iter_rows():
