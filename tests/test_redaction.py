@@ -10,13 +10,13 @@ import pytest
 from pydantic import ValidationError
 
 from infembed_ray import telemetry
+from infembed_ray.cli import doctor
 from infembed_ray.cli.main import main
 from infembed_ray.config.base import Settings
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.config.verbs import MAINTENANCE, PLANS, VERBS
 from infembed_ray.errors import InputError, in_one_line
-from infembed_ray.llm.chat import RunFailure
-from infembed_ray.llm.endpoint import Route, list_models, one_line
+from infembed_ray.llm.endpoint import Route, one_line
 from infembed_ray.llm.transport import Transport
 from infembed_ray.progress import say
 from infembed_ray.redaction import holds_credentials, masked
@@ -250,6 +250,6 @@ def test_no_transport_error_shows_the_password_of_a_proxy(variable, proxy, monke
 
     with pytest.raises(Exception) as posted:  # noqa: PT011
         asyncio.run(post())
-    with pytest.raises(RunFailure) as asked:
-        list_models(endpoint)
+    with pytest.raises(InputError) as asked:
+        list(doctor._endpoint(endpoint.base_url))
     assert PASSWORD not in one_line(posted.value) + str(asked.value)

@@ -1,4 +1,4 @@
-"""Limits of the code's structure: lengths of files and functions.
+"""Limits of the code's structure: lengths of files and functions, and names of classes.
 
 Import circles are a contract of import-linter (pyproject.toml).
 """
@@ -6,6 +6,7 @@ Import circles are a contract of import-linter (pyproject.toml).
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,3 +43,9 @@ def test_no_file_is_too_long() -> None:
 
 def test_no_function_is_too_long_without_a_reason() -> None:
     assert {name for module, lines in modules() for name in long_functions(module, lines)} == LONG_FUNCTIONS
+
+
+def test_a_public_class_name_has_one_meaning() -> None:
+    trees = (ast.parse("\n".join(lines)) for _, lines in modules())
+    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert [name for name, uses in names.items() if uses > 1 and not name.startswith("_")] == []

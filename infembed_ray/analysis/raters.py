@@ -20,7 +20,7 @@ from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import budget, prices
 from infembed_ray.llm.chat import Complete, RowFailure, RunFailure
 from infembed_ray.llm.client import ChatClient, run_in_thread
-from infembed_ray.llm.journal_store import JournalPlace, open_journal
+from infembed_ray.llm.journal_store import open_journal
 from infembed_ray.llm.ledger import Grant, LeaseReport, RateLimiter
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.progress import Advance, say, track
@@ -34,7 +34,7 @@ from infembed_ray.synthesis.pipeline import rate
 NOTHING_FITS = "0"
 """Answer of a rater who finds no right passage."""
 IN_FLIGHT = 64
-"""Requests in flight, unless `limits.in_flight` is lower."""
+"""Most requests in flight."""
 JOURNAL = "journal"
 """Folder of the answers in the output."""
 PRINTED = 5
@@ -64,7 +64,7 @@ class Rating:
 
     items: list[AgreementItem]
     table: PriceTable
-    journal: JournalPlace
+    journal: Place
 
 
 def prepare(settings: AnalyzeSettings, files: Sequence[Place], references: Answers) -> Rating:
@@ -162,14 +162,13 @@ async def _ask_all(rating: Rating, settings: AnalyzeSettings) -> tuple[dict[str,
     """
     limits, raters = settings.agreement.limits, settings.agreement.raters
     journal = open_journal(rating.journal)
-    slots = min(limits.in_flight or IN_FLIGHT, IN_FLIGHT)
     spent = 0.0 if limits.budget_usd is None else budget.resume(rating.journal, rating.table)
     ledger = budget.ledger(limits, spent, rating.journal)
 
     async def exchange(report: LeaseReport) -> Grant:
         return ledger.exchange(report)
 
-    limiter = RateLimiter(limits, slots, exchange)
+    limiter = RateLimiter(limits, IN_FLIGHT, exchange)
     client = ChatClient(settings.agreement.endpoint, journal, limiter, rating.table)
     asked = [(rater, item) for rater in raters for item in rating.items]
     try:

@@ -6,12 +6,11 @@ import argparse
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return one parser with a subparser for each verb, which generators of completions and manual pages read."""
-    from infembed_ray.cli.main import COMMANDS, GROUPS, parser_of
+    """Return a parser that has the verbs as subparsers, for tools that count or list them."""
+    from infembed_ray.cli.main import GROUPS
 
     parser = argparse.ArgumentParser(prog="infembed")
     verbs = parser.add_subparsers()
     for name in (name for names in GROUPS.values() for name in names):
-        parents = [parser_of(name)] if name in COMMANDS else []
-        verbs.add_parser(name, parents=parents, add_help=False)
+        verbs.add_parser(name)
     return parser

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
 import subprocess
 import sys
-import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
+from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
 
@@ -17,14 +18,9 @@ from packaging.requirements import Requirement
 
 from infembed_ray.errors import InputError, StartError, in_one_line
 from infembed_ray.progress import say
-from infembed_ray.storage.object_store import scratch
 from infembed_ray.telemetry import running_ray
 
 PACKAGE = "infembed-ray"
-GIB = 2**30
-LEAST_DISK_GIB = 1
-STALE_S = 600.0
-"""Age from which the lock of a build counts as left over."""
 KEY = "OPENAI_API_KEY"
 TOKEN_FILE = "~/.ray/auth_token"
 
@@ -44,7 +40,6 @@ def run(places: list[str]) -> int:
         "faiss": _faiss,
         "deepspeed": _deepspeed,
         "ray": _ray,
-        "space": _space,
         **{place: partial(_endpoint if place.startswith("http") else _place, place) for place in places},
     }
     failed = [name for name, check in checks.items() if not _holds(name, check)]
@@ -114,10 +109,6 @@ def _faiss() -> Iterator[str]:
 
 
 def _deepspeed() -> Iterator[str]:
-    extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
-    locks = [lock for lock in extensions.glob("**/lock") if time.time() - lock.stat().st_mtime > STALE_S]
-    if locks:
-        raise InputError(*(f"a killed build left {lock}: training waits for it for ever; rm {lock}" for lock in locks))
     if not _nvidia_smi():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns
     yield importlib.import_module("deepspeed").__version__
@@ -150,15 +141,6 @@ def _ray() -> Iterator[str]:
         ray.shutdown()
 
 
-def _space() -> Iterator[str]:
-    for place in sorted({scratch(), Path(os.environ.get("RAY_TMPDIR", "/tmp")), Path.cwd()}):
-        existing = next(path for path in (place, *place.parents) if path.exists())
-        free = shutil.disk_usage(existing).free / GIB
-        if free < LEAST_DISK_GIB:
-            raise InputError.of(str(place), None, f"{free:.2f} GiB free", "free some space, or use another disk")
-        yield f"{place}: {free:.0f} GiB free"
-
-
 def _place(value: str) -> Iterator[str]:
     from infembed_ray.storage.steps import open_place, require_writable
 
@@ -168,13 +150,15 @@ def _place(value: str) -> Iterator[str]:
 
 def _endpoint(url: str) -> Iterator[str]:
     """Ask an endpoint for its models, which is free."""
-    from infembed_ray.config.llm import Endpoint
-    from infembed_ray.llm.chat import RunFailure
-    from infembed_ray.llm.endpoint import list_models
-
+    key = os.environ.get(KEY)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        key = KEY if os.environ.get(KEY) else None
-        models = list_models(Endpoint.from_mapping({"base_url": url, "api_key_env": key}))
-    except RunFailure as failure:
-        raise InputError(str(failure)) from failure
-    yield f"has {', '.join(sorted(models)[:5])}" if models else "answers; it does not list its models"
+        with urllib.request.urlopen(urllib.request.Request(f"{url.rstrip('/')}/models", headers=headers), timeout=10):
+            yield "answers"
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            raise InputError.of(KEY, None, f"{url} refuses it (HTTP {error.code})", "set a valid one") from error
+        yield f"answers with HTTP {error.code}"
+    except (OSError, HTTPException, ValueError) as error:
+        fault = f"cannot be reached ({getattr(error, 'reason', error)})"
+        raise InputError.of(url, None, fault, "start it, or correct the URL") from error

@@ -76,9 +76,8 @@ class _Parser(argparse.ArgumentParser):
         super().error(masked(message))
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command; print its help or its mistake and exit, as argparse does."""
-    words = list(arguments)
     name = next((name for name in (" ".join(words[:2]), words[0]) if name in COMMANDS), None)
     if name is None:
         _exit_without_command(words)
@@ -88,14 +87,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             return argparse.Namespace(verb=name, section=section)
         print(parser_of(name).format_help() + "\n".join(load("cli.help:overview")(command, name)))
         raise SystemExit(0)
-    parser = parser_of(name)
-    options, more = parser.parse_known_args(rest)
-    if more and (any(word.startswith("-") for word in more) or not isinstance(command, Verb)):
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
-    if more:  # argparse takes no positional arguments after an option that follows some
-        options.overrides += more
-    options.verb = name
-    return options
+    return parser_of(name).parse_intermixed_args(rest, argparse.Namespace(verb=name))
 
 
 def _exit_without_command(words: Sequence[str]) -> NoReturn:
@@ -108,10 +100,9 @@ def _exit_without_command(words: Sequence[str]) -> NoReturn:
         raise SystemExit(0)
     from infembed_ray.config.base import nearest
 
-    seconds = [name.split()[1] for name in COMMANDS if name.startswith(f"{words[0]} ")]
-    candidates = seconds or [name for name in COMMANDS if " " not in name]
-    before, word = (f" {words[0]}", (*words, "")[1]) if seconds else ("", words[0])
-    print(f"infembed{before}: unknown verb {masked(word)}: {nearest(word, candidates)}", file=sys.stderr)
+    of_two = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
+    asked = " ".join(words[:2]) if of_two else words[0]
+    print(f"infembed: unknown verb {masked(asked)}: {nearest(asked, of_two or COMMANDS)}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -15,7 +15,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.progress import say
 from infembed_ray.storage import releases
 from infembed_ray.storage.leases import is_held, lease
-from infembed_ray.storage.object_store import Folder, is_uri
+from infembed_ray.storage.object_store import is_uri
 from infembed_ray.storage.places import (
     Place,
     address,
@@ -28,7 +28,7 @@ from infembed_ray.storage.places import (
     read_text,
 )
 from infembed_ray.storage.run_state import SUFFIX
-from infembed_ray.storage.steps import LATEST, MANIFEST, open_place, resolve
+from infembed_ray.storage.steps import LATEST, MANIFEST, open_place
 
 NEXT = {
     "synthesize": "infembed analyze records={0}  or  infembed train records={0} model=...",
@@ -85,8 +85,9 @@ def print_run(run_address: str, json: bool = False) -> None:
         InputError: there is no such run.
     """
     place = place_of(releases.followed(run_address, "RUN"))
+    state = place.parent / f".{place.name}{SUFFIX}"
     with errors_at(place, "RUN"):
-        run = run_at(address(place)) or _unfinished_at(place)
+        run = run_at(address(place)) or (_unfinished(state) if read_text(state) is not None else None)
         if run is None:
             raise InputError.of("RUN", run_address, "is no output of a stage", "list them with `infembed runs DIR`")
         run["size"] = sum(listing(place_of(run["address"])).values())
@@ -114,7 +115,7 @@ def clean(directory: str, yes: bool = False, json: bool = False) -> None:
     """
     root = open_place(directory, "DIR")
     with errors_at(root, "DIR"):
-        names = _files(root)
+        names = listing(root)
         if not names:
             raise InputError.of("DIR", directory, "has no files", REMEDY)
         removable = [*_stale(root, names), *_old(root, names)]
@@ -130,14 +131,10 @@ def clean(directory: str, yes: bool = False, json: bool = False) -> None:
 def runs_below(place: Place) -> list[Run]:
     """Return the finished runs below a place, the oldest first, then the unfinished ones."""
     with errors_at(place, "DIR"):
-        names = _files(place)
+        names = listing(place)
         finished = sorted(_finished(place, names), key=lambda run: str(run["created"]))
         states = [place / name for name in names if name.endswith(SUFFIX) and not _in_work(name)]
         return [*finished, *map(_unfinished, states)]
-
-
-def _files(place: Place) -> dict[str, int]:
-    return listing(place) if isinstance(place, Folder) or place.is_dir() else {}
 
 
 def _finished(place: Place, names: Mapping[str, int]) -> Iterator[Run]:
@@ -187,16 +184,7 @@ def run_at(value: str) -> Run | None:
     """Return the finished run at an address, or the one that `latest` names there."""
     place = place_of(value)
     with errors_at(place, "RUN"):
-        if isinstance(place, Path):
-            place = resolve(place)
-        elif newest := (read_text(place / LATEST) or "").strip():
-            place = place / newest
-        return _read(place)
-
-
-def _unfinished_at(place: Place) -> Run | None:
-    file = place.parent / f".{place.name}{SUFFIX}"
-    return _unfinished(file) if read_text(file) is not None else None
+        return _read(place / (read_text(place / LATEST) or "").strip())
 
 
 def _unfinished(file: Place) -> Run:

@@ -69,10 +69,10 @@ TOOLS = {
         (_OUTPUTS, _argument("--yes", action="store_true", help="remove it"), _JSON),
     ),
     "journal": Tool(
-        "check, compact or reconcile a journal of LLM responses",
+        "check a journal of LLM responses, or reconcile its budget",
         "llm.journal_tools:run",
         (
-            _argument("action", choices=("stats", "compact", "reconcile")),
+            _argument("action", choices=("stats", "reconcile")),
             _argument("journal", metavar="DIR", help="directory of the journal"),
         ),
         "journal stats runs/records/journal",

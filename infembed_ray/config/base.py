@@ -9,6 +9,7 @@ No setting may hold credentials in a URL: logs, manifests and run states show se
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +29,10 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from infembed_ray.errors import Fault, InputError
-from infembed_ray.redaction import holds_credentials, where_they_belong
+from infembed_ray.redaction import MASK, holds_credentials, where_they_belong
 
 S = TypeVar("S", bound="Settings")
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,15 @@ class Settings(BaseModel):
 
     @field_validator("*", mode="after")
     @classmethod
-    def _reject_credentials(cls, value: Any) -> Any:
-        """Reject credentials in a text, also in a tuple or a mapping; nested settings check their own fields."""
+    def _reject_credentials(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject credentials in a text, also in a tuple or a mapping; nested settings check their own fields.
+
+        A setting `..._env` names the variable with a secret, and is easily given the secret itself.
+        """
+        if str(info.field_name).endswith("_env") and isinstance(value, str) and not _VARIABLE.fullmatch(value):
+            raise ValueError(
+                "no name of an environment variable; give a name in capitals such as OPENAI_API_KEY, not a secret"
+            )
         if holds_credentials(value):
             variables = [f"the variable that `{name}` names" for name in cls.model_fields if name.endswith("_env")]
             raise ValueError(where_they_belong(value, *variables[:1]))
@@ -141,7 +150,7 @@ class Settings(BaseModel):
         for override in overrides:
             key, separator, text = override.partition("=")
             if not separator or not key:
-                raise InputError.of(f"override {override!r}", None, "write it as key=value, for example seed=1")
+                raise InputError.of(f"override {override}", None, "write it as key=value, for example seed=1")
             _set(values, key.split("."), _parse(text), override)
         return cls.from_mapping(values)
 
@@ -190,7 +199,7 @@ def _set(values: dict[str, Any], keys: list[str], value: Any, override: str) -> 
     for key in keys[:-1]:
         inner = values.setdefault(key, {})
         if not isinstance(inner, dict):
-            raise InputError.of(f"override {override!r}", None, f"{key} is a single value without fields")
+            raise InputError.of(f"override {override}", None, f"{key} is a single value without fields")
         values = inner
     values[keys[-1]] = value
 
@@ -255,7 +264,8 @@ def _faults(cls: type[Settings], invalid: Any) -> Iterator[Fault]:
     elif invalid["type"] == "missing":
         yield Fault(name, None, "is missing", f"set {name}=...")
     else:
-        value = None if isinstance(invalid["input"], dict) else repr(invalid["input"])
+        value = None if isinstance(invalid["input"], dict) else "null" if invalid["input"] is None else invalid["input"]
+        value = MASK if name.endswith("_env") else value
         yield Fault(name, value, invalid["msg"].removeprefix("Value error, "))
 
 

@@ -63,9 +63,6 @@ class Limits(Settings):
 
     requests_per_minute: int | None = runtime_field(None, ge=1, description="requests sent, answered or not")
     tokens_per_minute: int | None = runtime_field(None, ge=1, description="tokens of prompts and answers")
-    in_flight: int | None = runtime_field(
-        None, ge=1, description="requests in flight, shared evenly by the actors; null: actors x in_flight"
-    )
     budget_usd: float | None = runtime_field(
         None, ge=0, description="most USD at list prices over all runs on this journal; the run ends when it is used up"
     )

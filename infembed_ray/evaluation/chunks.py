@@ -96,7 +96,7 @@ def shared(file: Place) -> pa.Table:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TextChunk:
     """Texts that are computed together: passages, queries, or a query with passages. Equal chunks have equal arrays."""
 
     kind: Literal["passage", "query", "pair"]
@@ -136,19 +136,19 @@ class Chunk:
         return [passages[row].as_py() for row in self.rows]  # `take` copies the whole column and fails beyond 2 GB
 
 
-def of_passages(corpus: Place) -> list[Chunk]:
+def of_passages(corpus: Place) -> list[TextChunk]:
     """Divide a shared corpus, in its order."""
-    return [Chunk("passage", corpus=corpus, rows=rows) for rows in _parts(range(shared(corpus).num_rows), TEXTS)]
+    return [TextChunk("passage", corpus=corpus, rows=rows) for rows in _parts(range(shared(corpus).num_rows), TEXTS)]
 
 
-def of_queries(queries: Sequence[Query]) -> list[Chunk]:
+def of_queries(queries: Sequence[Query]) -> list[TextChunk]:
     """Divide queries, in their order."""
-    return [Chunk("query", part) for part in _parts(tuple(queries), TEXTS)]
+    return [TextChunk("query", part) for part in _parts(tuple(queries), TEXTS)]
 
 
-def of_pairs(query: Query, corpus: Place, rows: Sequence[int]) -> list[Chunk]:
+def of_pairs(query: Query, corpus: Place, rows: Sequence[int]) -> list[TextChunk]:
     """Divide the pairs of a query and passages, in the order of the corpus, not of a ranking."""
-    return [Chunk("pair", (query,), corpus, part) for part in _parts(tuple(sorted(rows)), PAIRS)]
+    return [TextChunk("pair", (query,), corpus, part) for part in _parts(tuple(sorted(rows)), PAIRS)]
 
 
 def _parts(items: S, size: int) -> list[S]:

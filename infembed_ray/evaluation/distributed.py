@@ -21,7 +21,7 @@ from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import differences, obedience
 from infembed_ray.evaluation.chunks import (
-    Chunk,
+    TextChunk,
     file_of,
     of_pairs,
     of_passages,
@@ -178,7 +178,7 @@ def _rerank(
     first: Mapping[str, Mapping[str, Sequence[str]]],
 ) -> Iterator[tuple[Task, Run]]:
     """Score every query's candidates, or the first stage's top documents if the task has no candidates to re-rank."""
-    pairs: dict[str, list[Chunk]] = {}
+    pairs: dict[str, list[TextChunk]] = {}
     for task in inputs.tasks:
         candidates = (task.candidates or {}) if task.has_candidates(settings.depth) else first[task.name]
         wanted = [set(candidates[query.id]) - task.excluded.get(query.id, frozenset()) for query in task.queries]
@@ -229,7 +229,7 @@ class ComputeChunk:
     ) -> None:
         self._model = model
         self._store = store
-        self._chunks: Sequence[Chunk] = ray.get(chunks)
+        self._chunks: Sequence[TextChunk] = ray.get(chunks)
         self._load = cache(partial(baselines.load, model.retriever, device, batch_tokens))
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -239,7 +239,7 @@ class ComputeChunk:
         except InputError as error:
             return {"id": row["id"], "file": "", "fault": str(error)}
 
-    def _ensure(self, chunk: Chunk) -> Place:
+    def _ensure(self, chunk: TextChunk) -> Place:
         texts = chunk.texts()
         file = file_of(self._store, (part for text in texts for part in text))
         with errors_at(file, "embeddings"):
@@ -258,8 +258,8 @@ class ComputeChunk:
 
 
 def _compute_chunks(
-    title: str, settings: EvaluateSettings, model: EvaluatedModel, chunks: Iterable[Chunk], store: Place
-) -> dict[Chunk, Place]:
+    title: str, settings: EvaluateSettings, model: EvaluatedModel, chunks: Iterable[TextChunk], store: Place
+) -> dict[TextChunk, Place]:
     """Compute the chunks that are missing from the store; return the file of each chunk."""
     distinct = list(dict.fromkeys(chunks))
     if not distinct:
@@ -274,7 +274,7 @@ def _compute_chunks(
         compute=ActorPoolStrategy(size=1 if remote else min(settings.actors, len(distinct))),
         num_gpus=gpus,
     )
-    files: dict[Chunk, Place] = {}
+    files: dict[TextChunk, Place] = {}
     with track(f"{title} {model.label}", sum(chunk.size for chunk in distinct)) as advance:
         for row in computed.iter_rows():
             if row["fault"]:

@@ -131,8 +131,10 @@ def openai_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
     key = api_key(endpoint)
     # Not from the environment: all requests go to one account.
     headers: dict[str, Any] = {"OpenAI-Organization": openai.Omit(), "OpenAI-Project": openai.Omit()}
+    without_key = openai.DefaultAsyncHttpxClient(event_hooks={"request": [_remove_key]}) if key is None else None
     options: dict[str, Any] = {
         "api_key": key or "none",  # the client insists on one
+        "http_client": without_key,
         "timeout": endpoint.timeout_s,
         "max_retries": 0,  # a submission must not be repeated blindly
         "default_headers": headers,
@@ -140,3 +142,8 @@ def openai_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
     if endpoint.api_version is None:
         return openai.AsyncOpenAI(base_url=endpoint.base_url, **options)
     return openai.AsyncAzureOpenAI(azure_endpoint=endpoint.base_url, api_version=endpoint.api_version, **options)
+
+
+async def _remove_key(request: httpx2.Request) -> None:
+    for name in ("Authorization", "api-key"):
+        request.headers.pop(name, None)

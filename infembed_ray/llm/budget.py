@@ -11,27 +11,27 @@ from typing import Any
 
 from infembed_ray.config.llm import Limits
 from infembed_ray.errors import InputError
-from infembed_ray.llm.journal import JournalIndex, decode, segments
-from infembed_ray.llm.journal_store import JournalPlace, sources
+from infembed_ray.llm.journal import decode, segments, short
+from infembed_ray.llm.journal_store import sources
 from infembed_ray.llm.ledger import Ledger
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.progress import say
-from infembed_ray.storage.places import read_json, write_json
+from infembed_ray.storage.places import Place, read_json, write_json
 
 UNJOURNALED = "unjournaled.json"
 
 
-def ledger(limits: Limits, spent_usd: float, journal: JournalPlace) -> Ledger:
+def ledger(limits: Limits, spent_usd: float, journal: Place) -> Ledger:
     """Return a ledger that writes what it grants of a budget beside the journal first."""
     return Ledger(limits, spent_usd, note=lambda usd: note_at_most(journal, usd))
 
 
-def note_at_most(journal: JournalPlace, usd: float) -> None:
+def note_at_most(journal: Place, usd: float) -> None:
     """Note durably the most that a journal may have cost, its answers included."""
     _write_note(journal, {"at_most_usd": usd})
 
 
-def spent_usd(journal: JournalPlace, table: PriceTable) -> float:
+def spent_usd(journal: Place, table: PriceTable) -> float:
     """Return what a journal has cost: the list price of its answers, and what may have been spent besides.
 
     Raises:
@@ -41,7 +41,7 @@ def spent_usd(journal: JournalPlace, table: PriceTable) -> float:
     return max(journaled_usd, note["at_most_usd"]) if "at_most_usd" in note else journaled_usd + float(note["usd"])
 
 
-def resume(journal: JournalPlace, table: PriceTable) -> float:
+def resume(journal: Place, table: PriceTable) -> float:
     """Return what a journal has cost; say so if the last run was killed, since all that it was granted counts as spent.
 
     Raises:
@@ -58,7 +58,7 @@ def resume(journal: JournalPlace, table: PriceTable) -> float:
     return usd
 
 
-def reconcile(journal: JournalPlace) -> str:
+def reconcile(journal: Place) -> str:
     """Count only the journal's answers as spent from now on; return what the note said until then."""
     note = _read_note(journal)
     _write_note(journal, {"usd": 0.0})
@@ -67,7 +67,7 @@ def reconcile(journal: JournalPlace) -> str:
     return f"{note['usd']:.4f} USD besides the answers"
 
 
-def note_unjournaled(journal: JournalPlace, table: PriceTable, committed_usd: float) -> None:
+def note_unjournaled(journal: Place, table: PriceTable, committed_usd: float) -> None:
     """Note what was or may have been spent on answers that never arrived, once a run with a budget has ended.
 
     Args:
@@ -76,23 +76,23 @@ def note_unjournaled(journal: JournalPlace, table: PriceTable, committed_usd: fl
     _write_note(journal, {"usd": max(0.0, committed_usd - _journaled_usd(journal, table))})
 
 
-def _read_note(journal: JournalPlace) -> dict[str, Any]:
+def _read_note(journal: Place) -> dict[str, Any]:
     return read_json(journal / UNJOURNALED) or {"usd": 0.0}
 
 
-def _write_note(journal: JournalPlace, note: dict[str, Any]) -> None:
+def _write_note(journal: Place, note: dict[str, Any]) -> None:
     write_json(journal / UNJOURNALED, note)
 
 
-def _journaled_usd(journal: JournalPlace, table: PriceTable) -> float:
-    spent, seen = 0.0, JournalIndex()  # 16 bytes an entry
+def _journaled_usd(journal: Place, table: PriceTable) -> float:
+    spent, seen = 0.0, set[int]()
     for segment in segments(sources(journal)):
         with segment.open("rb") as lines:
             for line in lines:
                 entry = decode(line)
-                if entry is None or seen.find(entry[0]) is not None:
+                if entry is None or short(entry[0]) in seen:
                     continue
-                seen.add(entry[0], file=0, offset=0)
+                seen.add(short(entry[0]))
                 model = json.loads(line)["model"]
                 usd = table.usd(model, entry[1])
                 if usd is None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from infembed_ray.errors import InputError
+
 UNREADABLE = "unreadable"
 """Finish reason of a complete response whose JSON exceeds Python's limits. It was paid for, so it is journaled."""
 
@@ -58,7 +60,7 @@ class Malformed(Unusable):
         super().__init__(f"malformed answer: {self.fault}")
 
 
-class RunFailure(Exception):
+class RunFailure(InputError):
     """No row can be completed (a refused key, an unknown model): the run ends. The message is one line."""
 
 

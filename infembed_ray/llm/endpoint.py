@@ -8,12 +8,10 @@ import os
 import re
 import socket
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import replace
-from http.client import HTTPException
 from typing import Any
 
 from infembed_ray.config.llm import Endpoint
@@ -35,8 +33,6 @@ OPENAI = "https://api.openai.com/"
 PATH = "chat/completions"
 """Path of chat completions after an endpoint's base URL."""
 
-_PROBE_S = 10.0
-"""Time for an endpoint to list its models."""
 _RETRYABLE = {408, 409, 425}  # besides 429 and every 5xx
 _MAYBE_PAID = {408, 502, 504, 520, 524}  # time-outs and gateway errors: the model behind may have answered
 _NO_QUOTA = re.compile(r"insufficient_(quota|balance|funds|credit)|exceeded_current_quota|billing|payment_required")
@@ -168,31 +164,6 @@ def authorization(endpoint: Endpoint) -> dict[str, str]:
     if key is None:
         return {}
     return {"Authorization": f"Bearer {key}"} if endpoint.api_version is None else {"api-key": key}
-
-
-def list_models(endpoint: Endpoint) -> set[str] | None:
-    """Ask an endpoint for the names of its models, by one free GET request; None if it answers without such a list.
-
-    Raises:
-        RunFailure: its key is not set or is refused, or it cannot be reached.
-    """
-    base = endpoint.base_url.rstrip("/")
-    request = urllib.request.Request(f"{base}/models", headers=authorization(endpoint))
-    try:
-        with urllib.request.urlopen(request, timeout=_PROBE_S) as response:
-            return {str(model["id"]) for model in json.loads(response.read())["data"]} or None
-    except urllib.error.HTTPError as error:
-        if error.code in (401, 403):
-            setting = f"endpoint.api_key_env={endpoint.api_key_env}"
-            raise RunFailure(f"{setting}: {base} refuses its key (HTTP {error.code}); set a valid one") from error
-        return None
-    except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError):
-        return None
-    except (OSError, HTTPException, ValueError) as error:
-        why = one_line(getattr(error, "reason", error))
-        raise RunFailure(
-            f"endpoint.base_url={base}: cannot be reached ({why}); start it, or correct the URL"
-        ) from error
 
 
 def missing_key_hint(endpoint: Endpoint) -> str:

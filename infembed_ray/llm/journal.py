@@ -24,9 +24,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-import numpy.typing as npt
-
 from infembed_ray.errors import InputError
 from infembed_ray.llm.chat import Complete, Completion, Request, RunFailure, Unjournaled
 from infembed_ray.storage import durable
@@ -35,13 +32,7 @@ _JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False)
 SYNC_EVERY_S = 0.025
 """Least seconds between two syncs: a sync costs about as much CPU as a request, however many lines share it."""
 
-RECENT = 4096
-"""Entries of the index that are in a dict."""
-_OFFSET_BITS = 44
-_OFFSET = (1 << _OFFSET_BITS) - 1
-
-_Run = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]  # sorted keys; the place of each
-_CHECKSUM = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\s*\Z')
+_OFFSET = 1 << 44  # more than the bytes of a segment
 _WRITTEN = re.compile(rb'(?P<said>\{"key": "(?P<key>[0-9a-f]{64})", .*), "crc32": "(?P<crc32>[0-9a-f]{8})"\}\n')
 _PARTITION = re.compile(r"-\d+-[0-9a-f]{8}-(\d+of(\d+))\.(?:\d{15}\.)?jsonl$")  # as `new_segment` names them
 
@@ -68,7 +59,8 @@ class Journal:
         self._sources = [*replay, directory]
         self._files: list[_File] = []
         self._numbers: dict[Path, int] = {}
-        self._index = JournalIndex()
+        self._index: dict[int, int] = {}
+        """`short` of a key -> number of its file * _OFFSET + its offset there: two integers, since there are millions."""
         self._segment: BinaryIO | None = None
         self._segment_number = -1
         self._written = 0  # bytes of the segment
@@ -101,10 +93,10 @@ class Journal:
         return next(filter(None, map(self._get, keys)), None)
 
     def _get(self, key: str) -> Completion | None:
-        place = self._index.find(key)
+        place = self._index.get(short(key))
         if place is None:
             return None
-        number, offset = place
+        number, offset = divmod(place, _OFFSET)
         try:
             with self._files[number].path.open("rb") as stream:
                 stream.seek(offset)
@@ -132,7 +124,11 @@ class Journal:
                 await asyncio.shield(self._syncing)
         except (OSError, RuntimeError) as error:
             raise self._failure("written", error) from error
-        self._index.add(request.journal_key(completion), self._segment_number, offset)
+        self._add(request.journal_key(completion), self._segment_number, offset)
+
+    def _add(self, key: str, file: int, offset: int) -> None:
+        """Index an entry; of equal keys, the first counts."""
+        self._index.setdefault(short(key), file * _OFFSET + offset)
 
     def open(self) -> BinaryIO:
         """Return this process's segment; from then on other processes see that it writes to the journal."""
@@ -145,7 +141,7 @@ class Journal:
         """Store what was appended where all nodes read it; a directory's segment is there."""
 
     def close(self) -> None:
-        """Close the segment, whose lines are on disk already. From then on it may be merged like any other."""
+        """Close the segment, whose lines are on disk already."""
         if self._segment is not None:
             self._segment.close()
             self._segment, self._segment_number = None, -1
@@ -171,7 +167,7 @@ class Journal:
                 if key is None:
                     damaged += 1
                 else:
-                    self._index.add(key, number, file.indexed)
+                    self._add(key, number, file.indexed)
                 file.indexed += len(line)
         if damaged:
             warnings.warn(f"journal {file.path}: skipped {damaged} damaged lines", stacklevel=3)
@@ -200,12 +196,6 @@ def replaying(journal: Journal) -> Complete:
         return replayed
 
     return complete
-
-
-def partition_in(name: str) -> str | None:
-    """Return the partition in the name of a segment or an object; None if rows of any partition may be in the file."""
-    named = _PARTITION.search(name)
-    return named and named[1]
 
 
 def may_hold(name: str, partition: str | None) -> bool:
@@ -262,7 +252,7 @@ def new_segment(directory: Path, partition: str | None = None) -> tuple[BinaryIO
     path = directory / f"{name}-{partition}.jsonl" if partition else directory / f"{name}.jsonl"
     unlocked = path.with_suffix(".new")
     segment = unlocked.open("xb")
-    with contextlib.suppress(OSError):  # without locks, no process can lock a segment in order to merge it, either
+    with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(segment, fcntl.LOCK_EX | fcntl.LOCK_NB)
     unlocked.rename(path)  # named as a segment only now, so a living segment is never seen without its lock
     durable.sync_directory(directory)
@@ -297,93 +287,31 @@ def encode(request: Request, completion: Completion, created: datetime | None = 
 
 
 def _key_of(line: bytes) -> str | None:
-    """Return the key of a line; None if the line is damaged. Faster than `decode` for an intact line of `encode`."""
+    """Return the key of a line; None if the line is damaged."""
     written = _WRITTEN.fullmatch(line)
-    if written is not None and int(written["crc32"], 16) == zlib.crc32(written["said"]):
-        return written["key"].decode()
-    entry = decode(line)
-    return entry and entry[0]
+    intact = written is not None and int(written["crc32"], 16) == zlib.crc32(written["said"])
+    return written["key"].decode() if written is not None and intact else None
 
 
 def decode(line: bytes) -> tuple[str, Completion] | None:
-    """Return key and completion of a line, which may lack a checksum; None if the line is damaged."""
-    checksum = _CHECKSUM.search(line)
-    if checksum is not None and int(checksum[1], 16) != zlib.crc32(line[: checksum.start()]):
+    """Return key and completion of a line; None if the line is damaged."""
+    key = _key_of(line)
+    if key is None:
         return None
-    try:
-        entry = json.loads(line)
-        if len(bytes.fromhex(entry["key"])) != 32:
-            return None
-        return entry["key"], Completion(
-            text=entry["text"],
-            refusal=entry["refusal"],
-            finish_reason=entry["finish_reason"],
-            model=entry["snapshot"],
-            prompt_tokens=entry["prompt_tokens"],
-            completion_tokens=entry["completion_tokens"],
-            replayed=True,
-            batched=entry.get("batched", False),
-            cached_tokens=entry.get("cached_tokens", 0),  # older lines lack it
-        )
-    except (ValueError, KeyError, TypeError):
-        return None
+    entry = json.loads(line)
+    return key, Completion(
+        text=entry["text"],
+        refusal=entry["refusal"],
+        finish_reason=entry["finish_reason"],
+        model=entry["snapshot"],
+        prompt_tokens=entry["prompt_tokens"],
+        completion_tokens=entry["completion_tokens"],
+        replayed=True,
+        batched=entry.get("batched", False),
+        cached_tokens=entry.get("cached_tokens", 0),
+    )
 
 
-class JournalIndex:
-    """Maps a key (hex digits) to (number of the file, offset in bytes), at 16 bytes an entry. Of equal keys, the first counts.
-
-    Recent entries are in a dict, the others in a few sorted arrays. It knows 8 bytes of a key, so a reader compares the key.
-    """
-
-    def __init__(self) -> None:
-        self._recent: dict[int, int] = {}
-        self._runs: list[_Run] = []  # oldest first
-
-    def __len__(self) -> int:
-        """Return the number of keys."""
-        self._freeze()
-        while len(self._runs) > 1:
-            newer, older = self._runs.pop(), self._runs.pop()
-            self._runs.append(_merged(older, newer))
-        return len(self._runs[0][0]) if self._runs else 0
-
-    def add(self, key: str, file: int, offset: int) -> None:
-        """Add an entry. Files are numbered below 2^20; offsets are below 16 TB."""
-        self._recent.setdefault(_short(key), file << _OFFSET_BITS | offset)
-        if len(self._recent) >= RECENT:
-            self._freeze()
-
-    def find(self, key: str) -> tuple[int, int] | None:
-        """Return the place of a key's entry, or None. Very rarely it is the entry of another key."""
-        short = _short(key)
-        for keys, places in self._runs:
-            at = int(keys.searchsorted(np.uint64(short)))
-            if at < len(keys) and int(keys[at]) == short:
-                return _place(int(places[at]))
-        place = self._recent.get(short)
-        return None if place is None else _place(place)
-
-    def _freeze(self) -> None:
-        if not self._recent:
-            return
-        keys = np.fromiter(self._recent.keys(), np.uint64, len(self._recent))
-        places = np.fromiter(self._recent.values(), np.uint64, len(self._recent))
-        order = np.argsort(keys)
-        self._recent = {}
-        run = keys[order], places[order]
-        while self._runs and len(self._runs[-1][0]) <= len(run[0]):
-            run = _merged(self._runs.pop(), run)
-        self._runs.append(run)
-
-
-def _short(key: str) -> int:
+def short(key: str) -> int:
+    """Return the first 8 bytes of a key."""
     return int(key[:16], 16)
-
-
-def _place(packed: int) -> tuple[int, int]:
-    return packed >> _OFFSET_BITS, packed & _OFFSET
-
-
-def _merged(older: _Run, newer: _Run) -> _Run:
-    keys, first = np.unique(np.concatenate([older[0], newer[0]]), return_index=True)
-    return keys, np.concatenate([older[1], newer[1]])[first]

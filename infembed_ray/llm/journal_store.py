@@ -27,10 +27,9 @@ from infembed_ray.llm.ledger import LEASE_S
 from infembed_ray.progress import say
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder, convert_errors, scratch
+from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import resolve_input
 
-JournalPlace = Path | Folder
-"""A journal's directory, or its folder in an object store."""
 COPIES = "objects"
 """Directory of copies of the journal's objects, beside the segments that this node's processes write."""
 
@@ -45,7 +44,7 @@ _StoreError = (OSError, ArrowException)
 
 
 def open_journal(
-    place: JournalPlace,
+    place: Place,
     replay: Sequence[str] = (),
     partition: str | None = None,
     upload_s: float = 60.0,
@@ -118,7 +117,7 @@ def directory_of(folder: Folder) -> Path:
 def copy_objects(folder: Folder, partition: str | None = None) -> Path:
     """Copy the objects that may hold a partition's entries to this node, and return the node's directory.
 
-    Copies of objects that were merged into another one are removed.
+    Copies of objects that are gone are removed.
 
     Raises:
         InputError: the object store failed.
@@ -126,25 +125,17 @@ def copy_objects(folder: Folder, partition: str | None = None) -> Path:
     directory = directory_of(folder)
     copies = directory / COPIES
     copies.mkdir(parents=True, exist_ok=True)
-    with convert_errors(str(folder), "journal"), locked(copies):
-        while True:
-            stored = {n: entry.size for n, entry in folder.entries().items() if n.endswith(".jsonl") and "/" not in n}
-            here = {path.name: path for path in copies.glob("*.jsonl")}
-            whole = {name for name, path in here.items() if path.stat().st_size == stored.get(name)}
-            missing = [name for name in stored.keys() - whole if may_hold(name, partition)]
-            try:
-                with ThreadPoolExecutor(_DOWNLOADS) as threads:
-                    list(threads.map(partial(_download, folder, copies), missing, (stored[name] for name in missing)))
-            except FileNotFoundError:  # merged into another object since it was listed
-                continue
-            for name in here.keys() - stored.keys():
-                here[name].unlink()
-            return directory
-
-
-def locked(copies: Path) -> contextlib.AbstractContextManager[None]:
-    """Wait until no other process changes this node's copies, and keep them from it."""
-    return durable.exclusive_lock(copies / ".lock", wait=True)
+    lock = durable.exclusive_lock(copies / ".lock", wait=True)  # another process of this node may copy, too
+    with convert_errors(str(folder), "journal"), lock:
+        stored = {n: entry.size for n, entry in folder.entries().items() if n.endswith(".jsonl") and "/" not in n}
+        here = {path.name: path for path in copies.glob("*.jsonl")}
+        whole = {name for name, path in here.items() if path.stat().st_size == stored.get(name)}
+        missing = [name for name in stored.keys() - whole if may_hold(name, partition)]
+        with ThreadPoolExecutor(_DOWNLOADS) as threads:
+            list(threads.map(partial(_download, folder, copies), missing, (stored[name] for name in missing)))
+        for name in here.keys() - stored.keys():
+            here[name].unlink()
+    return directory
 
 
 def _download(folder: Folder, copies: Path, name: str, size: int) -> None:
@@ -155,7 +146,7 @@ def _download(folder: Folder, copies: Path, name: str, size: int) -> None:
         raise OSError(f"{name} was cut short on its way; run again")
 
 
-def sources(place: JournalPlace) -> list[Path]:
+def sources(place: Place) -> list[Path]:
     """Return the directories of this node with all segments of a journal, after copying those in an object store.
 
     Raises:

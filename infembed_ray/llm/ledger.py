@@ -329,7 +329,7 @@ class RateLimiter:
                 self._wake.set()
             self._keep_renewing()
             if not await begun:
-                raise RunFailure(self.failure)
+                raise RunFailure(str(self.failure))
 
     def start(self, cost: Amounts, begin: Callable[[bool], None]) -> None:
         """Queue a request: call `begin(True)` once it is reserved, or `begin(False)` once nothing may be sent."""

@@ -74,7 +74,7 @@ def publish_directory(partial: Path, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: Path, wait: bool = False, busy: Exception | None = None) -> Iterator[None]:
+def exclusive_lock(path: Path, wait: bool = False) -> Iterator[None]:
     """Hold an exclusive flock on a file, which is created and never removed.
 
     The kernel releases the lock when the process ends. A removed lock file could be locked twice: the old file by one
@@ -82,16 +82,10 @@ def exclusive_lock(path: Path, wait: bool = False, busy: Exception | None = None
 
     Args:
         wait: wait for another holder instead of raising.
-        busy: raised in place of `BlockingIOError`, with the caller's message.
 
     Raises:
         BlockingIOError: another process holds the lock, and `wait` is False.
     """
     with path.open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError as error:
-            if busy is None:
-                raise
-            raise busy from error
+        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield

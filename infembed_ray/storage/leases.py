@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from obstore.exceptions import BaseError
@@ -26,6 +25,7 @@ from infembed_ray.errors import Fault, InputError
 from infembed_ray.progress import say
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder, Version
+from infembed_ray.storage.places import Place
 
 SECONDS = 60.0
 """Duration of a lease. It exceeds the time that a write of the manifest may take with all its retries."""
@@ -35,7 +35,7 @@ _POLL_S = 1.0
 
 
 @contextlib.contextmanager
-def lease(place: Path | Folder, name: str, setting: str, value: Any) -> Iterator[Callable[[], None]]:
+def lease(place: Place, name: str, setting: str, value: Any) -> Iterator[Callable[[], None]]:
     """Hold the lease on a name below a directory or a folder of an object store.
 
     A store's lease that another process holds is observed until that process renews it or the lease expires.
@@ -69,11 +69,11 @@ def lease(place: Path | Folder, name: str, setting: str, value: Any) -> Iterator
         yield lambda: None
 
 
-def is_held(place: Path | Folder, name: str) -> bool:
+def is_held(place: Place, name: str) -> bool:
     """Return whether a process holds the lease on a name. One of a store counts until it expires, by this machine's clock."""
     if isinstance(place, Folder):
-        found = place.read_versioned(f".{name}.lease")
-        return found is not None and found[1].written is not None and time.time() - found[1].written < SECONDS
+        _, held = place.read_versioned(f".{name}.lease") or (None, None)
+        return held is not None and time.time() - (held.written or 0.0) < SECONDS
     if not (path := place / f".{name}.lock").exists():
         return False
     try:
@@ -121,12 +121,10 @@ class _StoreLease:
         """
         first: Version | None = None
         deadline = 0.0
-        while True:
-            if (version := self._folder.create(self._name, self._body())) is not None:
-                break
-            if (found := self._folder.read_versioned(self._name)) is None:
+        while (version := self._folder.create(self._name, self._body())) is None:
+            if (lease := self._folder.read_versioned(self._name)) is None:
                 continue  # just released
-            text, held = found
+            text, held = lease
             if first is None:
                 first, left = held, self._seconds_left(text, held)
                 deadline = time.monotonic() + left
@@ -135,21 +133,19 @@ class _StoreLease:
                     say(str(replace(_busy(self._setting, self._value, text), remedy=wait)))
             elif held != first:
                 raise InputError(_busy(self._setting, self._value, text))
-            if time.monotonic() >= deadline:
-                if (version := self._folder.replace(self._name, self._body(), held)) is not None:
-                    break
-                continue
-            time.sleep(min(_POLL_S, SECONDS / 10))
+            if time.monotonic() < deadline:
+                time.sleep(min(_POLL_S, SECONDS / 10))
+            elif (version := self._folder.replace(self._name, self._body(), held)) is not None:
+                break
         self._version = version
 
     def _seconds_left(self, text: bytes, held: Version) -> float:
         """Return the time until a lease expires, by the store's clock."""
         probe = f"{self._name}.{secrets.token_hex(4)}"
         self._folder.create(probe, b"")
-        found = self._folder.read_versioned(probe)
+        _, written = self._folder.read_versioned(probe) or (None, held)
         self._folder.delete(probe)
-        now = found[1].written if found is not None else None
-        age = 0.0 if now is None or held.written is None else now - held.written
+        age = (written.written or 0.0) - (held.written or 0.0)
         return float(json.loads(text)["seconds"]) + _ROUNDING_S - age
 
     def renew(self) -> None:
@@ -162,20 +158,14 @@ class _StoreLease:
             if self._version is not None:
                 self._version = self._folder.replace(self._name, self._body(), self._version) or self._own()
             if self._version is None:
-                raise InputError(
-                    Fault(
-                        self._setting,
-                        self._value,
-                        f"another process took the lease over, which this one could not renew for {SECONDS:g} s, so nothing "
-                        "is published",
-                        "wait for the other process, then run again",
-                    )
-                )
+                fault = f"another process took the lease over, which this one could not renew for {SECONDS:g} s"
+                remedy = "nothing is published; wait for the other process, then run again"
+                raise InputError.of(self._setting, self._value, fault, remedy)
 
     def _own(self) -> Version | None:
         """Return the version in the store if it is of this process: a renewal that was given up may arrive later."""
-        found = self._folder.read_versioned(self._name)
-        return found[1] if found is not None and json.loads(found[0])["id"] == self._owner["id"] else None
+        text, version = self._folder.read_versioned(self._name) or (b"{}", None)
+        return version if json.loads(text).get("id") == self._owner["id"] else None
 
     @contextlib.contextmanager
     def renewed(self) -> Iterator[None]:

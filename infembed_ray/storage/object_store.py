@@ -1,13 +1,15 @@
 """Object stores: folders at `s3://`, `gs://` and `abfs://` URIs.
 
-Bulk bytes go through pyarrow's clients, conditional writes of small control objects (manifests, `latest`, leases) through
-obstore's. A store cannot rename: a writer of several objects writes the one that marks them complete last.
+Bulk bytes go through pyarrow's clients, conditional writes of small control objects (manifests, leases) through obstore's.
+Both read credentials and regions from the environment, under the names that each cloud's own tools use, and find the identity
+of the machine or pod. A store cannot rename: a writer of several objects writes the one that marks them complete last.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -17,18 +19,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote
 
 from obstore import exceptions as failures
+from obstore import store as clients
 from pyarrow import ArrowException
 from pyarrow import fs as filesystems
 
 from infembed_ray.errors import InputError
 from infembed_ray.redaction import holds_credentials, where_they_belong
 from infembed_ray.storage import durable
-from infembed_ray.storage.store_clients import RETRY_TIMEOUT, control_client, file_system
 
 SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss")
 SCRATCH = "INFEMBED_SCRATCH"
@@ -39,24 +43,12 @@ _CHUNK = 8 << 20
 _WRITES = 5
 """Attempts of a conditional write whose outcome is not known."""
 _PAUSE_S = 0.2
-_QUERY = {
-    "allow_bucket_creation",
-    "allow_bucket_deletion",
-    "blob_storage_authority",
-    "client_id",
-    "credential_kind",
-    "dfs_storage_authority",
-    "enable_tls",
-    "endpoint_override",
-    "project_id",
-    "region",
-    "retry_limit_seconds",
-    "scheme",
-    "tls_ca_dir_path",
-    "tls_ca_file_path",
-    "tls_verify_certificates",
-}
-"""Query parameters of pyarrow that are not secret. URIs appear in manifests and logs."""
+REQUEST_TIMEOUT = timedelta(seconds=10)
+RETRY_TIMEOUT = timedelta(seconds=20)
+"""Limits of a control request. All attempts of a write begin within the second one, and each takes at most both together,
+so a write ends before another process may take over its lease (`leases.SECONDS`)."""
+_CLOUD_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
+_AZURE_HOSTS = ("blob_storage_authority", "dfs_storage_authority")
 
 
 def is_uri(value: str) -> bool:
@@ -144,15 +136,8 @@ class Folder:
         """
         base, _, query = uri.partition("?")
         folder = cls(base.rstrip("/"), query)
-        if holds_credentials(base):
-            raise InputError.of(setting, base, where_they_belong(base))
-        if not {key for key, _ in parse_qsl(query, keep_blank_values=True)} <= _QUERY:
-            raise InputError.of(
-                setting,
-                folder.base,
-                f"the query of a URI may hold only {', '.join(sorted(_QUERY))}",
-                "set credentials in the environment, because logs show the URI",
-            )
+        if holds_credentials(uri):
+            raise InputError.of(setting, uri, where_they_belong(uri))
         with convert_errors(folder.base, setting):
             system, path = folder.file_system()
             bucket = path.split("/", 1)[0]
@@ -198,7 +183,13 @@ class Folder:
 
     def file_system(self) -> tuple[Any, str]:
         """Return pyarrow's file system of the store, and the path of this folder in it."""
-        return file_system(self.base, self.query)
+        system, path = filesystems.FileSystem.from_uri(self.uri)
+        if system.type_name == "abfs" and (secret := _azure_secret()):
+            options = dict(parse_qsl(self.query))
+            hosts = {name: options[name] for name in _AZURE_HOSTS if name in options}
+            schemes = dict.fromkeys(("blob_storage_scheme", "dfs_storage_scheme"), _azure_scheme(options))
+            system = filesystems.AzureFileSystem(_azure_account(self.base), **secret, **hosts, **schemes)
+        return system, path.strip("/")  # pyarrow may keep a slash at either end of an abfs path
 
     def exists(self) -> bool:
         """Whether this is an object, or the beginning of the name of one."""
@@ -208,20 +199,18 @@ class Folder:
     def entries(self) -> dict[str, Entry]:
         """List the objects below this folder by relative name; "" is the folder itself, if it is an object."""
         system, path = self.file_system()
-        found = system.get_file_info(filesystems.FileSelector(path, recursive=True, allow_not_found=True))
-        if not found:
-            found = [system.get_file_info(path)]
+        below = system.get_file_info(filesystems.FileSelector(path, recursive=True, allow_not_found=True))
         return {
             info.path[len(path) :].lstrip("/"): Entry(info.size, info.mtime_ns)
-            for info in found
+            for info in below or [system.get_file_info(path)]
             if info.type == filesystems.FileType.File
         }
 
     def folders(self) -> list[str]:
         """List the names of the folders directly in this one."""
         system, path = self.file_system()
-        found = system.get_file_info(filesystems.FileSelector(path, allow_not_found=True))
-        return [info.base_name for info in found if info.type == filesystems.FileType.Directory]
+        below = system.get_file_info(filesystems.FileSelector(path, allow_not_found=True))
+        return [info.base_name for info in below if info.type == filesystems.FileType.Directory]
 
     def read(self, name: str) -> str | None:
         """Read the text of an object; None if it does not exist."""
@@ -242,8 +231,8 @@ class Folder:
         """Read a small object with its version; None if it does not exist."""
         client, key = self._control(name)
         try:
-            found = client.get(key)
-            data, meta = bytes(found.bytes()), found.meta
+            answer = client.get(key)
+            data, meta = bytes(answer.bytes()), answer.meta
         except FileNotFoundError:
             return None
         return data, Version(meta["e_tag"], meta["version"], meta["last_modified"].timestamp())
@@ -288,10 +277,10 @@ class Folder:
                 return Version(made["e_tag"], made["version"])
             except (failures.AlreadyExistsError, failures.PreconditionError, failures.GenericError):
                 # A refusal may be the answer to a repetition of this very write, and S3's 409 is no refusal.
-                found = self.read_versioned(name)
-                if found is not None and found[0] == data:
-                    return found[1]
-                if (None if found is None else found[1]) != expected:
+                content, version = self.read_versioned(name) or (None, None)
+                if content == data:
+                    return version
+                if version != expected:
                     return None
                 if attempt == _WRITES or time.monotonic() > deadline:
                     raise
@@ -303,7 +292,8 @@ class Folder:
         system, path = self.file_system()
         bucket, _, key = path.partition("/")
         region = system.region if isinstance(system, filesystems.S3FileSystem) else ""  # pyarrow asks the bucket
-        return control_client(self.base, self.query, bucket, region), f"{key}/{name}".strip("/")
+        environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_CLOUD_VARIABLES)))
+        return _control_client(self.base, self.query, bucket, region, environment), f"{key}/{name}".strip("/")
 
     def open_output(self, name: str) -> Any:
         """Open a new object for writing: a pyarrow stream. The object appears when the stream is closed."""
@@ -365,3 +355,78 @@ def listing_digest(entries: dict[str, Entry]) -> str:
     """Hash a listing to 16 hex digits, which change when an object is written, added or removed."""
     listing = json.dumps({name: [entry.size, entry.written] for name, entry in sorted(entries.items())})
     return hashlib.sha256(listing.encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=16)
+def _control_client(base: str, query: str, bucket: str, region: str, environment: tuple[tuple[str, str], ...]) -> Any:
+    """Return obstore's client of a bucket with the options of a URI; another environment gets another client."""
+    options = dict(parse_qsl(query))
+    client_options: dict[str, Any] = {"allow_http": True, "timeout": REQUEST_TIMEOUT}
+    if options.get("tls_verify_certificates", "true").lower() in ("false", "0"):
+        client_options["allow_invalid_certificates"] = True
+    if authorities := options.get("tls_ca_file_path"):
+        client_options["root_certificate"] = Path(authorities).read_bytes()
+    common: dict[str, Any] = {"client_options": client_options, "retry_config": {"retry_timeout": RETRY_TIMEOUT}}
+    scheme, _, place = base.partition("://")
+    protocol = options.get("scheme", "https")
+    endpoint = options.get("endpoint_override", "")
+    if endpoint and "://" not in endpoint:
+        endpoint = f"{protocol}://{endpoint}"
+    if scheme == "s3":
+        settings = {"endpoint": endpoint, "region": region}
+        return clients.S3Store(bucket, config=_given(settings), credential_provider=_aws_profile(), **common)
+    if scheme in ("gs", "gcs"):
+        anonymous = place.startswith("anonymous@")
+        settings = {"base_url": endpoint, "skip_signature": "true" if anonymous else ""}
+        return clients.GCSStore(bucket, config=_given(settings), **common)
+    account = _azure_account(base)
+    authority = options.get("blob_storage_authority", "")
+    if authority and not authority.startswith("."):
+        endpoint = f"{_azure_scheme(options)}://{authority}/{account}"
+    settings = {"account_name": account, "endpoint": endpoint, "client_id": options.get("client_id", "")}
+    return clients.AzureStore(bucket, config=_given(settings), **common)
+
+
+def _given(settings: dict[str, str]) -> Any:
+    return {name: value for name, value in settings.items() if value}
+
+
+def _aws_profile() -> Any:
+    """Return boto3's credentials where AWS's files may hold them; None where obstore finds them itself.
+
+    Raises:
+        InputError: there is such a file, but boto3 is not installed.
+    """
+    files = (("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config"))
+    held = any(Path(os.environ.get(name, default)).expanduser().is_file() for name, default in files)
+    if "AWS_ACCESS_KEY_ID" in os.environ or not (held or "AWS_PROFILE" in os.environ):
+        return None
+    try:
+        provider = importlib.import_module("obstore.auth.boto3")
+    except ImportError as error:
+        raise InputError.of(
+            "AWS_PROFILE",
+            None,
+            "credentials in AWS's files need boto3",
+            "pip install 'infembed-ray[aws]', or set AWS_ACCESS_KEY_ID",
+        ) from error
+    try:
+        return provider.Boto3CredentialProvider()
+    except ValueError:  # no credentials there
+        return None
+
+
+def _azure_account(base: str) -> str:
+    """Return the account in `abfs://container@account.host/path` or `abfs://account.host/container/path`."""
+    host = base.partition("://")[2].rpartition("@")[2].partition("/")[0]
+    return host.partition(".")[0] if "." in host else os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+
+
+def _azure_scheme(options: dict[str, str]) -> str:
+    return "http" if options.get("enable_tls") == "false" else "https"
+
+
+def _azure_secret() -> dict[str, str]:
+    """Return the key or token of a storage account, which obstore finds itself and pyarrow does not."""
+    names = {"account_key": "AZURE_STORAGE_ACCOUNT_KEY", "sas_token": "AZURE_STORAGE_SAS_TOKEN"}
+    return next(({option: os.environ[name]} for option, name in names.items() if os.environ.get(name)), {})

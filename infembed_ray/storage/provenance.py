@@ -15,16 +15,13 @@ import socket
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infembed_ray import __version__
 from infembed_ray.ray_compat import JOB_CONFIG_VARIABLE
 from infembed_ray.redaction import masked
 from infembed_ray.storage.places import fingerprint_files
 from infembed_ray.telemetry import running_ray
-
-if TYPE_CHECKING:
-    from infembed_ray.config.base import Settings
 
 IMAGE = "INFEMBED_IMAGE"
 """Environment variable: name and digest of the container image. A container cannot find it out by itself."""
@@ -51,17 +48,6 @@ def collect() -> dict[str, Any]:
     }
 
 
-def given(settings: Settings, name: str) -> str | None:
-    """Return the value of the setting that an input has its name from, if there is one."""
-    value: Any = settings.model_dump(mode="json")
-    for part in name.partition(" ")[0].split("."):
-        if isinstance(value, list) and part.isdigit() and int(part) < len(value):
-            value = value[int(part)]
-        else:
-            value = value.get(part) if isinstance(value, dict) else None
-    return value if isinstance(value, str) else None
-
-
 @functools.cache
 def code() -> dict[str, str | None]:
     """Return the code of this process: `version` of the package, `hash` of its files, and `commit`.
@@ -74,16 +60,13 @@ def code() -> dict[str, str | None]:
     return {"version": __version__, "hash": fingerprint_files(hashed, _PACKAGE), "commit": _commit()}
 
 
-def difference(manifest: Mapping[str, Any]) -> str | None:
-    """Describe how the code that made an output differs from this process's code; None if it does not."""
+def warnings(manifest: Mapping[str, Any]) -> list[str]:
+    """Return a warning if other code than this process's made an output; else none."""
     made, here = manifest.get("provenance", {}).get("code"), code()
     if made is None or made["hash"] == here["hash"]:
-        return None
-    return f"other code made it: {_describe(made)}; this is {_describe(here)}"
-
-
-def _describe(code: Mapping[str, str | None]) -> str:
-    return f"version {code['version']} " + (f"commit {code['commit']}" if code["commit"] else f"files {code['hash']}")
+        return []
+    told = [f"version {each['version']} {each['commit'] or each['hash']}" for each in (made, here)]
+    return [f"warning: other code made it: {told[0]}; this is {told[1]}"]
 
 
 def _commit() -> str | None:

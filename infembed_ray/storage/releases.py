@@ -82,7 +82,7 @@ def followed(value: str, setting: str) -> str:
         return value
     place = open_place(value, setting)
     with errors_at(place, setting):
-        found = read_json(place)
-    if found is None:
+        release = read_json(place)
+    if release is None:
         raise InputError.of(setting, value, "no such alias", f"`infembed runs promote RELEASE {value}` makes it")
-    return str(found["release"])
+    return str(release["release"])

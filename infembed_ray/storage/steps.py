@@ -45,9 +45,9 @@ def local_path(value: str, name: str) -> Path:
         InputError: the value is a URI of an object store, which this setting does not accept.
     """
     if "://" in value and not value.startswith("file://"):
-        known = "" if is_uri(value) else "; schemes of object stores are s3, gs and abfs"
+        schemes = "" if is_uri(value) else "; schemes of object stores are s3, gs and abfs"
         raise InputError.of(
-            name, value, "must be a path of this machine", f"mount it, or give a shared directory{known}"
+            name, value, "must be a path of this machine", f"mount it, or give a shared directory{schemes}"
         )
     return Path(value.removeprefix("file://")).expanduser().absolute()
 
@@ -200,8 +200,7 @@ class Published:
         if self.fresh:
             return self.address
         done = f"nothing to do: same inputs and settings, output finished on {self.manifest['created']}"
-        other = provenance.difference(self.manifest)
-        return "\n".join([done, *([f"warning: {other}"] if other else []), self.address])
+        return "\n".join([done, *provenance.warnings(self.manifest), self.address])
 
 
 @dataclass
@@ -244,26 +243,19 @@ class Step:
         inputs: Mapping[str, Place],
         names: Mapping[str, str] | None = None,
     ) -> None:
-        self.stage = stage
+        self.stage, self._settings = stage, settings
         self.place = place = open_place(output, "output")
-        self.root = place if isinstance(place, Path) else scratch() / "outputs" / _hashed(place.uri)
-        self._settings = settings
+        require_access(place, "output")
         self._inputs = {
             name: {"path": _origin(path), "fingerprint": fingerprint(path)} for name, path in inputs.items()
         }
         self._inputs |= {name: {"path": value, "fingerprint": value} for name, value in (names or {}).items()}
-        for name, entry in self._inputs.items():
-            if (given := provenance.given(settings, name)) is not None:
-                entry["given"] = given
         self.contents = {name: value["fingerprint"] for name, value in sorted(self._inputs.items())}
         decides = {"stage": stage, "settings": settings.identity(), "inputs": self.contents}
         self.identity = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
+        self.remote = place / self.identity if isinstance(place, Folder) else None
+        self.root = scratch() / "outputs" / _hashed(place.uri) if isinstance(place, Folder) else place
         self.path = self.root / self.identity
-        require_access(place, "output")
-        self._remote_root = place if isinstance(place, Folder) else None
-        self._tested = False
-        self.remote = None if self._remote_root is None else self._remote_root / self.identity
-        self._uri = None if self.remote is None else self.remote.uri
 
     @property
     def partial(self) -> Path:
@@ -276,18 +268,13 @@ class Step:
         Raises:
             InputError: the place cannot be written.
         """
-        if done := self.found():
+        done = self.found()
+        if done:
             self.become_latest()
         else:
-            self._require_writable()
-        return done
-
-    def _require_writable(self) -> None:
-        """Make and test the place once: `finished` does so before the work, and `publish` where it was not asked."""
-        if not self._tested:
             for root in {self.root, self.place}:
                 require_writable(root, "output")
-            self._tested = True
+        return done
 
     def become_latest(self) -> None:
         """Let `latest` name this output, which is published."""
@@ -300,7 +287,7 @@ class Step:
         with errors_at(self.place, "output"):
             if not (place / MANIFEST).is_file():
                 return None
-        return Published(self.path, read_manifest(place, "output"), fresh=False, uri=self._uri)
+        return self._published(place, fresh=False)
 
     @contextlib.contextmanager
     def publish(self, latest: bool = True) -> Iterator[Staging]:
@@ -314,20 +301,18 @@ class Step:
             InputError: another run writes this output, or has just published it; or the object store failed.
         """
         before: dict[str, Entry] = {}
-        self._require_writable()
         with contextlib.ExitStack() as held:
             # The directory of this machine has a lease of its own, also where the output is in an object store.
             still_held = held.enter_context(lease(self.root, self.identity, "output", self.place))
-            if self._remote_root is not None and self.remote is not None:
+            if self.remote is not None:
                 shutil.rmtree(self.path, ignore_errors=True)  # a copy; only the store knows whether it is finished
                 with errors_at(self.place, "output"):
-                    still_held = held.enter_context(lease(self._remote_root, self.identity, "output", self.place))
+                    still_held = held.enter_context(lease(self.place, self.identity, "output", self.place))
                     before = self.remote.entries()
             held.enter_context(recorded(self.place, self.stage, self.identity))
             if self.found():
-                raise InputError.of(
-                    "output", self.place, "another run has just finished this output", "run again to use it"
-                )
+                fault = "another run has just finished this output"
+                raise InputError.of("output", self.place, fault, "run again to use it")
             staging = Staging(self.partial, self.remote)
             staging.path.mkdir(exist_ok=True)
             start = time.monotonic()
@@ -337,24 +322,22 @@ class Step:
                 if self.remote is not None:
                     _upload(staging, self.remote, before, still_held)
                 still_held()
-                self._create_manifest(staging.path / MANIFEST)
+                manifest = (staging.path / MANIFEST).read_bytes()
+                if self.remote is not None and self.remote.create(MANIFEST, manifest) is None:
+                    fault = "another run has published this output"
+                    remedy = f"that of this run stays in {staging.path}. Run again to use the published one"
+                    raise InputError.of("output", self.remote, fault, remedy)
                 durable.publish_directory(staging.path, self.path)
                 if latest:
                     set_latest(self.place, self.identity)
 
     def published(self) -> Published:
         """Return the output that `publish` made."""
-        return Published(self.path, read_manifest(self.path, "output"), fresh=True, uri=self._uri)
+        return self._published(self.path, fresh=True)
 
-    def _create_manifest(self, file: Path) -> None:
-        """Put the manifest of an output whose other files are in the store, unless another run has."""
-        if self.remote is not None and self.remote.create(MANIFEST, file.read_bytes()) is None:
-            raise InputError.of(
-                "output",
-                self.remote,
-                "another run has published this output",
-                f"that of this run stays in {file.parent}. Run again to use the published one",
-            )
+    def _published(self, place: Place, fresh: bool) -> Published:
+        uri = None if self.remote is None else self.remote.uri
+        return Published(self.path, read_manifest(place, "output"), fresh, uri)
 
     def manifest(self, staging: Staging, seconds: float) -> dict[str, Any]:
         """Return the manifest of an output."""
@@ -371,25 +354,6 @@ class Step:
             "provenance": provenance.collect(),
             **staging.facts,
         }
-
-
-def _require_conditional_writes(remote: Folder, name: str) -> None:
-    """Write and delete an object; InputError if that fails, or if the store ignores conditions."""
-    with convert_errors(remote.base, name):
-        probe = f".probe-{secrets.token_hex(4)}"  # another machine may probe at the same time
-        first = remote.create(probe, b"1")
-        ignored = remote.create(probe, b"2") is not None
-        if first is not None and not ignored:
-            remote.replace(probe, b"3", first)
-            ignored = remote.replace(probe, b"4", first) is not None
-        remote.delete(probe)
-    if ignored:
-        raise InputError.of(
-            name,
-            remote,
-            "this store ignores conditional writes (If-None-Match, If-Match), which keep two runs apart",
-            "upgrade it, or give a directory",
-        )
 
 
 def _upload(staging: Staging, remote: Folder, before: Mapping[str, Entry], still_held: Callable[[], None]) -> None:
@@ -430,18 +394,32 @@ def output_files(directory: Path) -> list[Path]:
 
 
 def require_writable(root: Place, name: str) -> None:
-    """Create the directory that the setting `name` names; raise InputError if it cannot be written."""
-    if isinstance(root, Folder):
-        return _require_conditional_writes(root, name)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        probe = root / f".probe-{secrets.token_hex(4)}"  # another machine may probe at the same time
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise InputError.of(
-            name, root, f"cannot be written ({error.strerror})", "choose a writable directory"
-        ) from error
+    """Make the directory that the setting `name` names, and write and delete a file or an object there.
+
+    Raises:
+        InputError: that fails, or the store ignores conditions.
+    """
+    probe = root / f".probe-{secrets.token_hex(4)}"  # another machine may probe at the same time
+    if isinstance(probe, Path):
+        try:
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            fault = f"cannot be written ({error.strerror})"
+            raise InputError.of(name, root, fault, "choose a writable directory") from error
+        return
+    with errors_at(root, name):
+        folder = probe.parent
+        first = folder.create(probe.name, b"1")
+        ignored = folder.create(probe.name, b"2") is not None
+        if first is not None and not ignored:
+            folder.replace(probe.name, b"3", first)
+            ignored = folder.replace(probe.name, b"4", first) is not None
+        folder.delete(probe.name)
+    if ignored:
+        fault = "this store ignores conditional writes (If-None-Match, If-Match), which keep two runs apart"
+        raise InputError.of(name, root, fault, "upgrade it, or give a directory")
 
 
 def existing(path: Path) -> Path:

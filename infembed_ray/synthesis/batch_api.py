@@ -90,8 +90,7 @@ async def answer_in_batches(
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        busy = RunFailure(f"journal={directory.parent}: another run has batches there; wait for it")
-        with durable.exclusive_lock(directory / ".lock", busy=busy):
+        with durable.exclusive_lock(directory / ".lock"):
             async with contextlib.aclosing(BatchClient(settings.endpoint)) as client:
                 runner = _BatchRunner(client, settings, journal, directory, spent_usd)
                 await runner.complete(runner.unfinished())
@@ -99,6 +98,8 @@ async def answer_in_batches(
                 while wave := await runner.next_wave(seeds, pool, finished):
                     await runner.complete(wave)
                 runner.settle_rest()
+    except BlockingIOError as error:
+        raise RunFailure(f"journal={directory.parent}: another run has batches there; wait for it") from error
     except OSError as error:
         raise RunFailure(f"journal={directory.parent}: cannot be written ({error.strerror})") from error
     return runner.report

@@ -28,13 +28,14 @@ from infembed_ray.llm import budget, prices
 from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.driver_watch import RAY_ENVIRONMENT, DriverWatch, Process, this_process
-from infembed_ray.llm.journal_store import JournalPlace, open_journal, settle, wait_for_writers
+from infembed_ray.llm.journal_store import open_journal, settle, wait_for_writers
 from infembed_ray.llm.ledger import Grant, LeaseReport, LedgerStats, RateLimiter
 from infembed_ray.progress import say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.records.tables import Seed
 from infembed_ray.storage.object_store import Folder
-from infembed_ray.storage.steps import Published, Step
+from infembed_ray.storage.places import Place
+from infembed_ray.storage.steps import Published, Step, require_writable
 from infembed_ray.synthesis.audit import described
 from infembed_ray.synthesis.batch_files import leaving_out
 from infembed_ray.synthesis.circuit_breaker import CircuitBreaker
@@ -46,7 +47,6 @@ from infembed_ray.synthesis.preflight import (
     BATCHES,
     Job,
     check,
-    make_journal,
     prepare,
     resolve,
 )
@@ -94,7 +94,7 @@ def run(settings: SynthesizeSettings) -> Published:
         _settle_journal(job.journal)  # its answers must be in the store before they are counted
     check(job)
     if job.has_key:
-        make_journal(job)
+        require_writable(job.journal, "journal")
     with step.publish() as staging:  # no other run of it spends now
         if job.has_key:
             _settle_journal(job.journal)
@@ -138,10 +138,7 @@ def _ask_in_batches(job: Job, spent_usd: float) -> BatchReport:
         finally:
             journal.close()
 
-    try:
-        return run_in_thread(ask())
-    except RunFailure as failure:
-        raise InputError(str(failure)) from failure
+    return run_in_thread(ask())
 
 
 def _spent_usd(job: Job) -> float:
@@ -193,7 +190,7 @@ def _stats(coordinator: Any) -> LedgerStats | None:
     return None
 
 
-def _settle_journal(journal: JournalPlace, partition: str | None = None) -> None:
+def _settle_journal(journal: Place, partition: str | None = None) -> None:
     """Wait until no process writes to the journal; in an object store, also until it holds what all nodes wrote.
 
     Args:
@@ -234,12 +231,6 @@ def _coordinator(job: Job, tasks: Path, identity: str, spent_usd: float) -> Iter
         ray.kill(coordinator)
 
 
-def _slots(settings: SynthesizeSettings) -> int:
-    """Return the most requests in flight of an actor."""
-    shared = settings.limits.in_flight
-    return settings.in_flight if shared is None else min(settings.in_flight, shared // settings.actors)
-
-
 def _failed(error: ray.exceptions.RayError) -> str:
     return f"an actor of the run failed ({in_one_line(error, 'synthesize')}); run the same command again, the journal resumes"
 
@@ -254,7 +245,7 @@ def _rate_limiter(settings: SynthesizeSettings, coordinator: Any) -> RateLimiter
             raise RunFailure(_failed(error)) from error
         return grant
 
-    return RateLimiter(settings.limits, _slots(settings), exchange)
+    return RateLimiter(settings.limits, settings.in_flight, exchange)
 
 
 # -------------------------------------------------------------------------------------------------- the fan-out
@@ -315,7 +306,7 @@ class _Synthesizer:
         settings: SynthesizeSettings,
         partition: str,
         shared: ray.ObjectRef,
-        journal: JournalPlace,
+        journal: Place,
         replay: Sequence[str],
         coordinator: Any,
         driver: Process | None,

@@ -5,6 +5,7 @@ A row takes all steps from the first one that no journal answers, and a cheap ju
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,6 @@ from itertools import islice
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import budget, prices
-from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import run_in_thread
 from infembed_ray.llm.journal_store import open_journal
 from infembed_ray.llm.prices import BATCH_PRICE
@@ -39,20 +39,20 @@ class Estimate:
         seeds: of the run; `rehearsed`: those looked at.
         calls: requests that no journal answers, without those after a malformed, cut-off, refused or empty answer.
         prompt_tokens: of these calls.
-        answer_tokens: None if the settings put no bound on some answers.
-        usd: at list prices; None if the answers have no bound, or a price is unknown.
+        answer_tokens: infinite if the settings put no bound on some answers.
+        usd: at list prices; infinite or NaN if the answers have no bound, or a price is unknown.
     """
 
     seeds: int
     rehearsed: int = 0
     calls: float = 0
     prompt_tokens: float = 0
-    answer_tokens: float | None = 0
-    usd: float | None = 0
+    answer_tokens: float = 0
+    usd: float = 0
 
 
 def estimate(job: Job) -> Estimate:
-    """Estimate what a run sends at most; RunFailure if a journal cannot be read."""
+    """Estimate what a run sends at most; InputError if a journal cannot be read."""
     made, steps = Estimate(job.survey.seeds), steps_of(job.settings)
     journal = open_journal(job.journal, job.replay)
     every = -(-made.seeds // SAMPLE)
@@ -66,29 +66,20 @@ def estimate(job: Job) -> Estimate:
                     _count(made, job, seed, step)
 
     run_in_thread(rehearse())
-    scale = made.seeds / made.rehearsed
-    made.calls *= scale
-    made.prompt_tokens *= scale
-    made.answer_tokens = None if made.answer_tokens is None else made.answer_tokens * scale
-    made.usd = None if made.usd is None else made.usd * scale
+    for name in ("calls", "prompt_tokens", "answer_tokens", "usd"):
+        setattr(made, name, getattr(made, name) * made.seeds / made.rehearsed)
     return made
 
 
 def _count(made: Estimate, job: Job, seed: Seed, step: str) -> None:
     """Add what a step of a row takes."""
     model, calls = model_of(job.settings, step)[1], 2 if step.startswith(CHEAP_JUDGE) else 1
-    prompt = calls * _prompt_bytes(job, seed, step) / BYTES_PER_TOKEN
+    prompt, answer = calls * _prompt_bytes(job, seed, step) / BYTES_PER_TOKEN, calls * (model.max_tokens or math.inf)
+    of_prompt, of_answer, *_ = job.table.price(model.model) or (math.nan, math.nan)
     made.calls += calls
     made.prompt_tokens += prompt
-    if model.max_tokens is None or made.answer_tokens is None:
-        made.answer_tokens = made.usd = None
-        return
-    answer, price = calls * model.max_tokens, job.table.price(model.model)
     made.answer_tokens += answer
-    if price is None or made.usd is None:
-        made.usd = None
-    else:
-        made.usd += (BATCH_PRICE if job.in_batches else 1.0) * (price[0] * prompt + price[1] * answer) / 1e6
+    made.usd += (BATCH_PRICE if job.in_batches else 1.0) * (of_prompt * prompt + of_answer * answer) / 1e6
 
 
 def _prompt_bytes(job: Job, seed: Seed, step: str) -> int:
@@ -112,10 +103,7 @@ def describe(settings: SynthesizeSettings) -> Iterator[str]:
         return
     job = preflight.resolve(settings, seeds, table)
     yield f"seeds: {job.survey.seeds:,} of {seeds.path}"
-    try:
-        made = estimate(job)
-    except RunFailure as failure:
-        raise InputError(str(failure)) from failure
+    made = estimate(job)
     sample = "" if made.rehearsed == made.seeds else f" (estimated from {made.rehearsed:,} of the seeds)"
     if not made.calls:
         yield f"calls: none, the journals answer all of them{sample}"
@@ -123,14 +111,14 @@ def describe(settings: SynthesizeSettings) -> Iterator[str]:
         yield f"calls: {made.calls:,.0f} at most, if every record is kept and no answer is malformed{sample}"
         unbound = [f"{name}.max_tokens" for name, model in preflight.models(settings).items() if not model.max_tokens]
         bound = (
-            f"no bound for answers; set {' and '.join(unbound)}"
-            if made.answer_tokens is None
-            else f"at most {made.answer_tokens:,.0f} for answers"
+            f"at most {made.answer_tokens:,.0f} for answers"
+            if math.isfinite(made.answer_tokens)
+            else f"no bound for answers; set {' and '.join(unbound)}"
         )
         yield f"tokens: about {made.prompt_tokens:,.0f} for prompts, {bound}"
-        if made.usd is not None:
+        if math.isfinite(made.usd):
             yield f"price: about {made.usd:,.2f} USD at most, at list prices of {table.as_of}"
-        elif made.answer_tokens is not None:
+        elif math.isfinite(made.answer_tokens):
             yield "price: unknown, because a model has no list price; give its prices in a file and set prices=FILE"
     preflight.check(job)
     if settings.limits.budget_usd is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,23 +13,21 @@ from infembed_ray.config.llm import ChatModel, Limits
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import prices
-from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import run_in_thread
 from infembed_ray.llm.endpoint import missing_key_hint
 from infembed_ray.llm.journal import Journal
-from infembed_ray.llm.journal_store import JournalPlace, open_journal
+from infembed_ray.llm.journal_store import open_journal
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.records.tables import Seed
-from infembed_ray.storage.object_store import convert_errors, is_uri
-from infembed_ray.storage.steps import Step, folder_of, require_access, require_writable, resolve_input
+from infembed_ray.storage.object_store import is_uri
+from infembed_ray.storage.places import Place
+from infembed_ray.storage.steps import Step, folder_of, require_access, resolve_input
 from infembed_ray.synthesis import batch_files, templates
 from infembed_ray.synthesis.pipeline import STEPS, next_request
 from infembed_ray.synthesis.seeds import SeedReader, SeedSurvey
 
 BATCHES = "batches"
 """Directory of the Batch API's files, in the journal's directory."""
-PROBE = f".probe-{secrets.token_hex(4)}"
-"""Object that shows whether a journal in an object store can be written."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class Job:
     seeds: Iterable[Seed]
     survey: SeedSurvey
     table: PriceTable
-    journal: JournalPlace
+    journal: Place
     replay: Sequence[str]
     """Paths and URIs. Paths are absolute, because actors have another working directory."""
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -111,16 +108,6 @@ def _check_journal(job: Job) -> None:
         require_access(job.journal, "journal")
 
 
-def make_journal(job: Job) -> None:
-    """Make the place of the journal; InputError if it cannot be written."""
-    if isinstance(job.journal, Path):
-        require_writable(job.journal, "journal")
-        return
-    with convert_errors(str(job.journal), "journal"):
-        job.journal.write(PROBE, "")
-        job.journal.delete(PROBE)
-
-
 def _check_batches(job: Job) -> None:
     if not isinstance(job.journal, Path):
         if job.in_batches:
@@ -143,7 +130,6 @@ def check_settings(settings: SynthesizeSettings, table: PriceTable) -> None:
     """
     check_all(
         lambda: _check_steps(settings),
-        lambda: _check_in_flight(settings),
         lambda: check_limits(settings.limits, models(settings), table),
     )
 
@@ -168,12 +154,6 @@ def _check_steps(settings: SynthesizeSettings) -> None:
     faults = [f"steps.{step}: no such step: {nearest(step, STEPS)}" for step in settings.steps if step not in STEPS]
     if faults:
         raise InputError(*faults)
-
-
-def _check_in_flight(settings: SynthesizeSettings) -> None:
-    shared, actors = settings.limits.in_flight, settings.actors
-    if shared is not None and shared < actors:
-        raise InputError(f"limits.in_flight={shared}: too few for actors={actors}; set actors={shared}, or raise it")
 
 
 def check_limits(limits: Limits, asked: Mapping[str, ChatModel], table: PriceTable) -> None:
@@ -226,8 +206,5 @@ def _unanswered(job: Job, journal: Journal) -> Counter[str]:
             if request is not None:
                 missing[request.model] += 1
 
-    try:
-        run_in_thread(rehearse())
-    except RunFailure as failure:
-        raise InputError(str(failure)) from failure
+    run_in_thread(rehearse())
     return missing

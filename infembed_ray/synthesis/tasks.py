@@ -15,9 +15,9 @@ import pyarrow as pa
 
 from infembed_ray.config.llm import Limits
 from infembed_ray.llm import budget
-from infembed_ray.llm.journal_store import JournalPlace
 from infembed_ray.llm.ledger import Ledger
 from infembed_ray.records.tables import Seed
+from infembed_ray.storage.places import Place
 
 _SEEDS = pa.schema([("index", pa.int64()), *((field.name, pa.string()) for field in fields(Seed))])
 
@@ -59,7 +59,7 @@ class Coordinator(Ledger):
         tasks: file of `write_tasks`.
     """
 
-    def __init__(self, limits: Limits, spent_usd: float, journal: JournalPlace, tasks: Path) -> None:
+    def __init__(self, limits: Limits, spent_usd: float, journal: Place, tasks: Path) -> None:
         super().__init__(limits, spent_usd, note=partial(budget.note_at_most, journal))
         self._file = tasks
 

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import time
 
 import pytest
 
@@ -13,11 +12,10 @@ from tests.support.stand_in_llm import stand_in
 
 
 @pytest.fixture(autouse=True)
-def usual(monkeypatch, tmp_path):
+def usual(monkeypatch):
     """No variables of the machine that runs the tests, and no import of what another test checks."""
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
 
 
 def of(check, capsys):
@@ -81,14 +79,6 @@ def test_a_gpu_that_torch_cannot_use_is_a_fault(capsys, gpu):
     assert holds
     if not hasattr(__import__("faiss"), "StandardGpuResources"):
         assert "for GPUs: pip uninstall -y faiss-cpu" in lines[-1]
-
-
-def test_the_lock_of_a_killed_build_is_a_fault(capsys, tmp_path):
-    lock = tmp_path / "extensions" / "py311_cpu" / "cpu_adam" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    os.utime(lock, (time.time() - 3600,) * 2)
-    assert fault(doctor._deepspeed, capsys).endswith(f"rm {lock}")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "http://127.0.0.1:8265"])

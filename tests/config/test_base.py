@@ -9,6 +9,7 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
+from infembed_ray.redaction import MASK
 
 TRAIN = ["records=r.jsonl", "model=m", "output=o"]
 
@@ -37,14 +38,14 @@ def test_dictionaries_are_set_key_by_key():
     ("settings", "override", "message"),
     [
         (TrainSettings, "epoch=3", "epoch: unknown key; did you mean epochs?"),
-        (TrainSettings, "epochs=two", "epochs='two': Input should be a valid integer"),
+        (TrainSettings, "epochs=two", "epochs=two: Input should be a valid integer"),
         (TrainSettings, "seed=true", "seed=True: Input should be a number"),
         (TrainSettings, "epochs=2.0", "epochs=2.0: Input should be a whole number"),
         (TrainSettings, "zero_stage=7", "zero_stage=7: Input should be"),
         (TrainSettings, "temperature=0", "temperature=0: Input should be greater than 0"),
         (TrainSettings, "mixture.a=.inf", "mixture.a=inf: Input should be a finite number"),
-        (TrainSettings, "epochs", "override 'epochs': write it as key=value"),
-        (TrainSettings, "model.path=x", "override 'model.path=x': model is a single value"),
+        (TrainSettings, "epochs", "override epochs: write it as key=value"),
+        (TrainSettings, "model.path=x", "override model.path=x: model is a single value"),
         (SynthesizeSettings, "generator.temprature=1", "generator.temprature: unknown key; did you mean temperature?"),
         (ServeSettings, "port=99999", "port=99999: Input should be less than or equal to 65535"),
     ],
@@ -54,6 +55,18 @@ def test_an_invalid_setting_is_rejected_with_field_value_and_remedy(settings, ov
         settings.load(None, [*TRAIN, override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("secret", ["sk-proj-1", "gsk_9aZ", "0f3c", "", "a b"])
+@pytest.mark.parametrize(
+    ("settings", "name"), [(SynthesizeSettings, "endpoint.api_key_env"), (ServeSettings, "store_token_env")]
+)
+def test_a_secret_in_place_of_the_name_of_its_variable_is_refused_and_masked(settings, name, secret):
+    with pytest.raises(InputError) as caught:
+        settings.load(None, ["seeds=s", "output=o", "index=i", f"{name}={secret}"])
+    fault = next(fault for fault in caught.value.faults if fault.setting == name)
+    assert fault.value == MASK
+    assert not secret or secret not in str(caught.value)
 
 
 def test_a_missing_setting_is_named():
@@ -103,7 +116,7 @@ BM25 = {"kind": "bm25", "instructed_query": "{query}", "plain_query": "{query}"}
     [
         ({"model": "m", "kindd": "bm25"}, r"models\.x\.kindd: unknown key; did you mean kind\?"),
         ({**BM25, "bm25": {"k": 1}}, r"models\.x\.bm25\.k: unknown key; did you mean k1\?"),
-        ({"kind": "bm"}, r"models\.x\.kind='bm': Input should be 'encoder'"),
+        ({"kind": "bm"}, r"models\.x\.kind=bm: Input should be 'encoder'"),
         (3, r"models\.x=3: Input should be a valid string"),
     ],
 )

@@ -241,9 +241,9 @@ def _cpu_seconds(process: subprocess.Popen[bytes]) -> float:
 
 def _members(namespace: str) -> list[int]:
     """Processes in a mount namespace."""
-    found = []
+    members = []
     for pid in psutil.pids():
         with contextlib.suppress(OSError):  # it has ended
             if os.readlink(f"/proc/{pid}/ns/mnt") == namespace:
-                found.append(pid)
-    return found
+                members.append(pid)
+    return members

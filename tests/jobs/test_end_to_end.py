@@ -1,4 +1,4 @@
-"""The job scripts of five stages, from synthesize to serve, each submitted once with `ray job submit` to a real head with a token.
+"""The jobs of synthesize and serve, submitted with `ray job submit` to a real head with a token; test_no_shared_directory.py has all.
 
 A stage is then repeated in this process: it must find its output before it needs a cluster. The data are the bundled sample
 with its journal of responses.
@@ -26,6 +26,7 @@ from infembed_ray.records import tables
 from infembed_ray.records.tables import Record
 from infembed_ray.storage import provenance, steps
 from tests.jobs.head import Head, running_head
+from tests.serving.indexes import publish_index
 from tests.support.files import read_jsonl, write_jsonl
 from tests.support.ports import free_port
 from tests.support.strangers import ask_gcs, call_replica, ports_of_replicas, status
@@ -34,7 +35,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.end_to_end]
 
 LLM_KEY = "key-of-the-llm"
 API_KEY = "key-of-the-http-api"
-TRAINING_RECORDS = 8
 DOCUMENTS = 60
 
 
@@ -72,13 +72,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def records(directory: Path, synthesized: Repeated) -> list[dict[str, Any]]:
-    return [vars(row) for row in tables.read(synthesized.output, Record, "records", split="train")]
-
-
-@pytest.fixture(scope="module")
-def corpus(directory: Path, records: list[dict[str, Any]]) -> Path:
-    rows = [{"id": row["id"], "text": row["document_positive"]} for row in records[:DOCUMENTS]]
+def corpus(directory: Path, synthesized: Repeated) -> Path:
+    records = tables.read(synthesized.output, Record, "records", split="train")
+    rows = [{"id": row.id, "text": row.document_positive} for row in records][:DOCUMENTS]
     return write_jsonl(directory / "corpus.jsonl", rows)
 
 
@@ -98,24 +94,6 @@ def synthesized(head: Head, directory: Path) -> Repeated:
     return submit_and_repeat(head, "synthesize", directory / "records", **source)
 
 
-@pytest.fixture(scope="module")
-def analyzed(head: Head, directory: Path, synthesized: Repeated) -> Repeated:
-    return submit_and_repeat(head, "analyze", directory / "analysis", records=synthesized.output)
-
-
-@pytest.fixture(scope="module")
-def trained(head: Head, directory: Path, records: list[dict[str, Any]], minilm: str) -> Repeated:
-    settings = {"records_per_step": 4, "epochs": 1, "instruction_negatives": 2, "cpus_per_worker": 1}
-    rows = write_jsonl(directory / "training.jsonl", records[:TRAINING_RECORDS])
-    return submit_and_repeat(head, "train", directory / "checkpoints", records=rows, model=minilm, **settings)
-
-
-@pytest.fixture(scope="module")
-def indexed(head: Head, directory: Path, corpus: Path, trained: Repeated) -> Repeated:
-    # The parent directory names the newest checkpoint.
-    return submit_and_repeat(head, "index", directory / "index", corpus=corpus, model=trained.output.parent)
-
-
 class Served(NamedTuple):
     """URL of the API that a job left on the cluster, and what that job and its repetition printed."""
 
@@ -125,9 +103,10 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(head: Head, indexed: Repeated) -> Served:
+def served(head: Head, directory: Path, corpus: Path, minilm: str) -> Served:
     port = free_port()
-    settings = f"index={indexed.output.parent}", f"port={port}", "wait=false"
+    index = publish_index(directory / "served", minilm, {row["id"]: row["text"] for row in read_jsonl(corpus)})
+    settings = f"index={index.parent}", f"port={port}", "wait=false"
     first, second = head.submit("serve", *settings), head.submit("serve", *settings)
     assert first.returncode == 0, first.stdout
     assert second.returncode == 0, second.stdout
@@ -169,9 +148,8 @@ def test_the_heads_ports_refuse_a_stranger(head, tmp_path):
         assert {status(head.ports[port], page) for page in pages} == {401}
 
 
-@pytest.mark.parametrize("job", ["synthesized", "analyzed", "trained", "indexed"])
-def test_a_repeated_job_does_nothing_and_says_why(job, request):
-    done = request.getfixturevalue(job)
+def test_a_repeated_job_does_nothing_and_says_why(synthesized):
+    done = synthesized
     reason = "nothing to do: same inputs and settings, output finished on "
     assert reason not in done.first
     assert reason + done.manifest["created"] in done.second
@@ -180,11 +158,11 @@ def test_a_repeated_job_does_nothing_and_says_why(job, request):
     assert done.untouched
 
 
-def test_the_manifest_names_the_job_and_the_code_without_a_checkout(trained):
-    found = trained.manifest["provenance"]
-    assert re.fullmatch(r"raysubmit_\w+", found["job"]["submission_id"])
-    assert found["cluster"]["CPU"] == 8
-    assert found["code"] == provenance.code() | {"commit": None}
+def test_the_manifest_names_the_job_and_the_code_without_a_checkout(synthesized):
+    recorded = synthesized.manifest["provenance"]
+    assert re.fullmatch(r"raysubmit_\w+", recorded["job"]["submission_id"])
+    assert recorded["cluster"]["CPU"] == 8
+    assert recorded["code"] == provenance.code() | {"commit": None}
 
 
 def test_keys_leave_no_trace_in_logs_and_outputs(synthesized, directory):
@@ -194,14 +172,11 @@ def test_keys_leave_no_trace_in_logs_and_outputs(synthesized, directory):
     assert not any(LLM_KEY.encode() in path.read_bytes() for path in files)
 
 
-def test_stages_agree_with_the_ones_before(synthesized, analyzed, trained, indexed, corpus):
+def test_the_manifest_counts_every_seed(synthesized):
     counts = synthesized.manifest["counts"]
     assert counts["kept"] > 0
     assert counts["seeds"] == counts["kept"] + counts["rejected"] + counts["dead_letter"]
     assert counts["calls"] == 0  # the sample's journal has all responses
-    assert analyzed.manifest["counts"] == {kind: counts[kind] for kind in ("kept", "rejected", "dead_letter")}
-    assert trained.manifest["counts"]["records"] == TRAINING_RECORDS
-    assert indexed.manifest["counts"]["passages"] == len(read_jsonl(corpus))
 
 
 def test_a_repeated_serve_does_nothing_and_says_why(served):

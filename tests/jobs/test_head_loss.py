@@ -168,8 +168,8 @@ def test_the_api_answers_without_its_head_and_a_new_head_goes_on(
 
 
 def drivers(config: Path) -> list[psutil.Process]:
-    found = psutil.process_iter(["cmdline"])
-    return [p for p in found if "jobs/pipeline.py" in (p.info["cmdline"] or [])[:2] and str(config) in p.cmdline()]
+    processes = psutil.process_iter(["cmdline"])
+    return [p for p in processes if "jobs/pipeline.py" in (p.info["cmdline"] or [])[:2] and str(config) in p.cmdline()]
 
 
 def ready(url: str) -> bool:

@@ -112,14 +112,14 @@ class Stages:
             inputs: setting -> an output of an earlier stage.
         """
         shared = [f"{name}={value}" for name, value in settings.items()]
-        stored = [f"{name}={found.uri}" for name, found in (inputs or {}).items()]
+        stored = [f"{name}={output.uri}" for name, output in (inputs or {}).items()]
         uri, local = f"s3://{BUCKET}/{verb}", self.local / verb
         job = self.nodes.submit(verb, *shared, *stored, f"output={uri}")
         if killed_when is not None:
             job.wait_for(lambda: killed_when(job.printed))
             self.nodes.kill_busiest()
         printed = job.finish()
-        mine = [f"{name}={found.local}" for name, found in (inputs or {}).items()]
+        mine = [f"{name}={output.local}" for name, output in (inputs or {}).items()]
         command = [sys.executable, "-m", "infembed_ray.cli", verb, *shared, *mine, f"output={local}"]
         alone = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=self.local.parent, env=alone, capture_output=True, text=True, check=False)

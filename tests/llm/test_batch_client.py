@@ -59,6 +59,28 @@ def test_a_download_has_address_and_key_of_its_endpoint_and_is_repeated_when_cut
     assert seen[0].query.get("api-version") == api_version
 
 
+@pytest.mark.parametrize("api_version", [None, "2024-10-21"])
+def test_without_a_key_no_header_carries_one(monkeypatch: pytest.MonkeyPatch, api_version: str | None) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "of another endpoint")
+    monkeypatch.setenv("AZURE_OPENAI_API_KEY", "of another endpoint")
+    seen: list[web.Request] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        seen.append(request)
+        return web.json_response({"id": "b", "object": "batch", "status": "completed"})
+
+    async def poll() -> None:
+        application = web.Application()
+        application.router.add_get("/{any:.*}", handle)
+        async with TestServer(application) as server:
+            given = Endpoint(base_url=f"http://127.0.0.1:{server.port}", api_key_env=None, api_version=api_version)
+            async with contextlib.aclosing(BatchClient(given)) as batches:
+                await batches.describe("b")
+
+    asyncio.run(poll())
+    assert not {"Authorization", "api-key"} & set(seen[0].headers)
+
+
 def test_a_missing_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BATCH_KEY", raising=False)
     with pytest.raises(RunFailure, match=r"endpoint\.api_key_env=BATCH_KEY: not set"):

@@ -229,8 +229,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("breaks", BREAKS)
-@pytest.mark.parametrize("left", [40, 1], ids=["in mid-run", "at the last request"])
+@pytest.mark.parametrize(("breaks", "left"), [*((each, 40) for each in BREAKS), ("quota", 1), ("server", 1)])
 def test_an_endpoint_that_breaks_stops_the_run_and_no_request_fails(tmp_path: Path, breaks: str, left: int) -> None:
     async def until_it_fails(chat: ChatClient) -> None:
         ended = await asyncio.gather(*map(chat.complete, QUERIES[:-left]), return_exceptions=True)

@@ -1,23 +1,19 @@
 import email.utils
 import json
 import math
-import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from multidict import CIMultiDict
 
 from infembed_ray.config.llm import Endpoint
-from infembed_ray.llm.chat import UNREADABLE, RunFailure
+from infembed_ray.llm.chat import UNREADABLE
 from infembed_ray.llm.endpoint import (
     ErrorBody,
     Route,
     ServerError,
     completion_of,
     error_message,
-    list_models,
     parse_completion,
     retry_after_s,
 )
@@ -55,69 +51,6 @@ def test_azure_has_deployment_version_and_api_key(monkeypatch: pytest.MonkeyPatc
     target = Route(where).target("o p")
     assert str(target.url) == "https://here/openai/deployments/o%20p/chat/completions?api-version=2024-10-21"
     assert target.headers == {"Content-Type": "application/json", "api-key": "mine"}
-
-
-@pytest.fixture
-def listing() -> Iterator[Callable[[int, bytes], tuple[Endpoint, list[tuple[str, str]]]]]:
-    """Start an endpoint that answers GET with a status and a body; returns it and what it was asked."""
-    servers = []
-
-    def start(status: int, body: bytes) -> tuple[Endpoint, list[tuple[str, str]]]:
-        asked: list[tuple[str, str]] = []
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                asked.append((self.path, self.headers.get("Authorization", "")))
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        return Endpoint(base_url=f"http://127.0.0.1:{server.server_address[1]}/v1/", api_key_env="LISTING_KEY"), asked
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "names"),
-    [
-        (200, b'{"data": [{"id": "a"}, {"id": "b"}]}', {"a", "b"}),
-        (404, b"", None),
-        (200, b"<html>", None),
-        (200, b'{"data": 3}', None),
-        (500, b"", None),
-    ],
-)
-def test_an_endpoint_lists_its_models(
-    listing: Callable[..., tuple[Endpoint, list[tuple[str, str]]]],
-    monkeypatch: pytest.MonkeyPatch,
-    status: int,
-    body: bytes,
-    names: set[str] | None,
-) -> None:
-    monkeypatch.setenv("LISTING_KEY", "secret")
-    endpoint, asked = listing(status, body)
-    assert list_models(endpoint) == names
-    assert asked == [("/v1/models", "Bearer secret")]
-
-
-def test_a_refused_key_is_named_and_not_shown(
-    listing: Callable[..., tuple[Endpoint, list[tuple[str, str]]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LISTING_KEY", "secret")
-    with pytest.raises(
-        RunFailure, match=r"^endpoint.api_key_env=LISTING_KEY: http.* refuses its key \(HTTP 401\)"
-    ) as error:
-        list_models(listing(401, b'{"error": "secret"}')[0])
-    assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize(

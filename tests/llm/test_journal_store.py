@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
@@ -14,7 +13,7 @@ from typing import BinaryIO
 import pytest
 
 from infembed_ray.llm import budget, journal_store, journal_tools
-from infembed_ray.llm.journal import Journal, lock_ended, partition_in, segments
+from infembed_ray.llm.journal import Journal, lock_ended, segments
 from infembed_ray.llm.journal_store import (
     COPIES,
     StoredJournal,
@@ -24,7 +23,6 @@ from infembed_ray.llm.journal_store import (
     upload_leftovers,
 )
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from tests.support import faulty_store
 from tests.support.chat import completion, request
@@ -174,18 +172,13 @@ def test_the_tools_work_on_a_journal_in_an_object_store(
     folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for partition in ("1of2", "2of2"):
-        for text in "ab":
-            journal = open_journal(folder, partition=partition, upload_s=NEVER)
-            append(journal, f"{text} {partition}")
-            journal.close()
-    assert len(folder.entries()) == 4
-    assert journal_tools.run("compact", folder.uri) == 0
-    assert sorted(filter(None, map(partition_in, folder.entries()))) == ["1of2", "2of2"]
+        journal = open_journal(folder, partition=partition, upload_s=NEVER)
+        append(journal, f"a {partition}", f"b {partition}")
+        journal.close()
     move_to_node("second", tmp_path, monkeypatch)
-    assert len(open_journal(folder)) == 4
-    capsys.readouterr()
     assert journal_tools.run("stats", folder.uri) == 0
     assert "4 entries" in capsys.readouterr().out
+    assert journal_tools.run("reconcile", folder.uri) == 0
 
 
 def test_a_journal_in_an_object_store_can_be_replayed_by_its_uri(folder: Folder, tmp_path: Path) -> None:
@@ -208,7 +201,7 @@ def test_the_budget_counts_answers_and_notes_in_an_object_store(folder: Folder) 
     assert budget.spent_usd(folder, table) == 6.0
 
 
-def test_copies_of_merged_objects_are_removed(folder: Folder) -> None:
+def test_copies_of_deleted_objects_are_removed(folder: Folder) -> None:
     journal = open_journal(folder, upload_s=NEVER)
     append(journal, "a")
     journal.close()
@@ -225,39 +218,6 @@ def two_objects(folder: Folder) -> None:
         journal = open_journal(folder, upload_s=NEVER)
         append(journal, text)
         journal.close()
-
-
-def test_a_process_that_copies_objects_during_a_compaction_removes_none(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    two_objects(folder)
-    sync = durable.sync
-    others: list[threading.Thread] = []
-
-    def sync_while_another_copies(stream: BinaryIO) -> None:
-        sync(stream)
-        others.append(threading.Thread(target=copy_objects, args=(folder,)))
-        others[0].start()
-        others[0].join(1.0)
-
-    monkeypatch.setattr(durable, "sync", sync_while_another_copies)
-    assert journal_tools.compact_objects(folder).entries == 2
-    others[0].join()
-    assert len(folder.entries()) == 1
-    assert answered(open_journal(folder), "ab") == "ab"
-
-
-def test_a_compaction_deletes_only_objects_that_it_merged(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    two_objects(folder)
-    compact = journal_tools.compact
-
-    def compact_after_a_copy_was_lost(copies: Path, folder: Folder) -> journal_tools.JournalStats:
-        next(segments([copies])).unlink()
-        return compact(copies, folder)
-
-    monkeypatch.setattr(journal_tools, "compact", compact_after_a_copy_was_lost)
-    journal_tools.compact_objects(folder)
-    assert answered(open_journal(folder), "ab") == "ab"
 
 
 def test_what_a_dying_writer_still_uploads_is_uploaded_once(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +241,10 @@ def test_what_a_dying_writer_still_uploads_is_uploaded_once(folder: Folder, monk
 
 
 def test_a_copy_of_another_size_is_copied_again(folder: Folder) -> None:
-    two_objects(folder)
+    for text in "ab":
+        journal = open_journal(folder, upload_s=NEVER)
+        append(journal, text)
+        journal.close()
     copies = copy_objects(folder) / COPIES
     next(segments([copies])).write_bytes(b"")
     assert answered(open_journal(folder), "ab") == "ab"

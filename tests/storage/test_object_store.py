@@ -10,7 +10,7 @@ import pytest
 from obstore.exceptions import BaseError
 
 from infembed_ray.errors import InputError
-from infembed_ray.storage import leases, object_store, store_clients
+from infembed_ray.storage import leases, object_store
 from infembed_ray.storage.object_store import SCRATCH, Folder, Version, convert_errors, room
 from infembed_ray.storage.places import open_binary
 from tests.support.faulty_store import EXPIRED, FORWARD, LOST_REPLY, UNAVAILABLE, Fault
@@ -88,27 +88,26 @@ def test_a_lost_reply_does_not_hide_the_success_of_another_writer(faulty, folder
 
 
 def test_a_request_that_takes_too_long_is_repeated(faulty, folder, monkeypatch):
-    monkeypatch.setattr(store_clients, "REQUEST_TIMEOUT", timedelta(seconds=0.5))
-    store_clients._control_client.cache_clear()
+    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", timedelta(seconds=0.5))
+    object_store._control_client.cache_clear()
     faulty.decide = once(Fault(delay_s=1.5))
     assert folder.create("object", b"mine") is not None
-    store_clients._control_client.cache_clear()
+    object_store._control_client.cache_clear()
 
 
 def test_a_write_is_given_up_before_another_process_may_take_its_lease_over(faulty, folder, monkeypatch):
-    monkeypatch.setattr(store_clients, "REQUEST_TIMEOUT", timedelta(seconds=0.5))
-    for module in (store_clients, object_store):
-        monkeypatch.setattr(module, "RETRY_TIMEOUT", timedelta(seconds=0.5))
-    store_clients._control_client.cache_clear()
+    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", timedelta(seconds=0.5))
+    monkeypatch.setattr(object_store, "RETRY_TIMEOUT", timedelta(seconds=0.5))
+    object_store._control_client.cache_clear()
     faulty.decide = lambda request: Fault(delay_s=5 if request.method == "PUT" else 0)
     with pytest.raises(BaseError):
         folder.create("object", b"mine")
-    store_clients._control_client.cache_clear()
+    object_store._control_client.cache_clear()
     assert sum(request.method == "PUT" for request in faulty.requests) == 1
 
 
 def test_a_lease_outlasts_the_longest_write():
-    longest = 2 * store_clients.RETRY_TIMEOUT + store_clients.REQUEST_TIMEOUT
+    longest = 2 * object_store.RETRY_TIMEOUT + object_store.REQUEST_TIMEOUT
     assert longest < timedelta(seconds=leases.SECONDS)
 
 
@@ -182,7 +181,7 @@ def test_credentials_come_from_the_files_of_aws_too(faulty, folder, tmp_path, mo
     monkeypatch.setenv("AWS_PROFILE", "team")
     folder.create("object", b"1")
     assert "OFTHETEAM" in faulty.requests[-1].headers["authorization"]
-    monkeypatch.setattr(store_clients.importlib, "import_module", lambda name: __import__("no_such_module"))
+    monkeypatch.setattr(object_store.importlib, "import_module", lambda name: __import__("no_such_module"))
     monkeypatch.setenv("AWS_REGION", "eu-west-1")  # another environment, another client
     with pytest.raises(InputError, match=r"AWS_PROFILE: .*pip install 'infembed-ray\[aws\]'"):
         folder.create("object", b"1")
@@ -202,7 +201,7 @@ def test_credentials_come_from_the_files_of_aws_too(faulty, folder, tmp_path, mo
 )
 def test_the_other_clouds_get_a_client_of_their_own(base, query, client):
     """Tested without an account: obstore accepts the options."""
-    made = store_clients._control_client(base, query, "c", "", ())
+    made = object_store._control_client(base, query, "c", "", ())
     assert type(made).__name__ == client
 
 

@@ -52,8 +52,8 @@ def test_any_name_that_a_listing_returns_can_be_read(place, name):
 
 
 def test_an_address_leads_back_to_its_place(place, tmp_path):
-    for known in (place, Folder("s3://bucket/a", "scheme=http"), tmp_path / "what?"):
-        assert place_of(address(known)) == known
+    for each in (place, Folder("s3://bucket/a", "scheme=http"), tmp_path / "what?"):
+        assert place_of(address(each)) == each
 
 
 def test_a_fingerprint_changes_with_a_file(place):

@@ -69,7 +69,7 @@ def test_a_run_with_nothing_to_do_says_that_other_code_made_the_output(checkout,
     (checkout / "module.py").write_text("one = 2\n")
     code()
     summary = step().finished().summary.splitlines()
-    version = f"version {__version__} commit {head}"
+    version = f"version {__version__} {head}"
     assert f"warning: other code made it: {version}; this is {version}+" in summary
 
 
@@ -78,25 +78,25 @@ def test_submitter_and_image_come_from_the_environment_and_nothing_else_does(mon
     monkeypatch.setenv("INFEMBED_IMAGE", "registry/infembed@sha256:0f")
     monkeypatch.setenv("OPENAI_API_KEY", "a secret")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a secret")
-    found = provenance.collect()
-    assert (found["submitter"], found["image"]) == ("ada", "registry/infembed@sha256:0f")
-    assert "a secret" not in json.dumps(found)
+    recorded = provenance.collect()
+    assert (recorded["submitter"], recorded["image"]) == ("ada", "registry/infembed@sha256:0f")
+    assert "a secret" not in json.dumps(recorded)
     monkeypatch.delenv("INFEMBED_SUBMITTER")
     assert provenance.collect()["submitter"]
 
 
 def test_a_stage_without_ray_does_not_load_it():
-    script = "import sys; from infembed_ray.storage import provenance; found = provenance.collect(); assert 'ray' not in sys.modules"
+    script = "import sys; from infembed_ray.storage import provenance; recorded = provenance.collect(); assert 'ray' not in sys.modules"
     subprocess.run(
-        [sys.executable, "-c", f"{script}; assert found['job'] is None and not found['cluster']"], check=True
+        [sys.executable, "-c", f"{script}; assert recorded['job'] is None and not recorded['cluster']"], check=True
     )
 
 
 def test_a_cluster_gives_job_and_resources(ray_cluster, monkeypatch):
     config = {"runtime_env": {"env_vars": {"KEY": "a secret"}}, "metadata": {"job_submission_id": "raysubmit_1"}}
     monkeypatch.setitem(os.environ, "RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(config))
-    found = provenance.collect()
-    assert found["job"]["submission_id"] == "raysubmit_1"
-    assert found["cluster"]["CPU"] == 4.0
-    assert not any("node:" in name for name in found["cluster"])
-    assert "a secret" not in json.dumps(found)
+    recorded = provenance.collect()
+    assert recorded["job"]["submission_id"] == "raysubmit_1"
+    assert recorded["cluster"]["CPU"] == 4.0
+    assert not any("node:" in name for name in recorded["cluster"])
+    assert "a secret" not in json.dumps(recorded)

@@ -46,9 +46,9 @@ def test_settings_take_the_outputs_of_the_promoted_release(output, capsys):
     evaluate = EvaluateSettings(
         models={"old": "org/name", "new": alias, "raw": {"kind": "encoder", "model": alias}}, records=alias, output="o"
     )
-    found = releases.resolved(evaluate)
-    assert found.records == first["synthesize"]
-    assert [found.models["old"], found.models["new"], found.models["raw"].model] == [
+    settings = releases.resolved(evaluate)
+    assert settings.records == first["synthesize"]
+    assert [settings.models["old"], settings.models["new"], settings.models["raw"].model] == [
         "org/name",
         first["train"],
         first["train"],

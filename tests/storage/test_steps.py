@@ -188,18 +188,13 @@ def test_files_that_workers_wrote_in_the_store_stay(place, tmp_path):
     assert names(place) == {"latest", *(f"{one.identity}/{name}" for name in below)}
 
 
-def test_a_manifest_names_its_inputs_as_given_and_as_resolved(place, tmp_path, monkeypatch):
+def test_a_manifest_names_its_inputs_where_they_were_copied_from(place, tmp_path):
     first = publish(remote_step(place, tmp_path))
     records = f"{first.uri}/file.txt"
     copies = {"records": resolve_input(records, "records"), "model": resolve_input(place, "model")}
     inputs = Step("train", settings(records=records, model=place), str(tmp_path / "out"), copies)
     named = publish(inputs).manifest["inputs"]
-    assert (named["records"]["given"], named["records"]["path"]) == (records, records)
-    assert (named["model"]["given"], named["model"]["path"]) == (place, first.uri)
-    monkeypatch.chdir(tmp_path)
-    local = Step("train", settings(records="input.txt"), "out", {"records": Path("input.txt").absolute()})
-    named = publish(local).manifest["inputs"]["records"]
-    assert (named["given"], named["path"]) == ("input.txt", str(tmp_path / "input.txt"))
+    assert (named["records"]["path"], named["model"]["path"]) == (records, first.uri)
 
 
 WRITER = """
@@ -245,7 +240,7 @@ def test_of_two_writers_on_two_machines_one_publishes_and_the_other_names_it(fau
 
 def test_a_writer_whose_lease_was_taken_over_publishes_nothing(place, tmp_path):
     one, folder = remote_step(place, tmp_path), Folder.open(place, "x")
-    message = "so nothing is published"
+    message = "nothing is published"
     with pytest.raises(InputError, match=message), one.publish() as staging:
         (staging.path / "file.txt").write_text("late")
         folder.write(f".{one.identity}.lease", '{"id": "of another", "seconds": 60}')
@@ -342,7 +337,7 @@ def test_an_input_is_downloaded_once_and_again_when_it_changes(place, tmp_path):
         ("abfs://c:key@account.dfs.core.windows.net/x", r"records=abfs://\*\*\*@account.*/x: must not hold .* AZURE_"),
         (
             "abfs://c@account.dfs.core.windows.net/x?sv=2024&sig=abc",
-            "records=[^?]*/x: the query of a URI may hold only .*environment",
+            r"records=.*/x\?sv=2024&sig=\*\*\*: must not hold credentials, .* AZURE_",
         ),
         ("s3://bucket/x?endpoint_override=127.0.0.1:9&scheme=http", "records=s3://bucket/x: the object store failed"),
     ],

@@ -192,6 +192,41 @@ def test_a_run_that_keeps_nothing_fails_and_leaves_its_rejected_rows(
     assert len(rows) == 9
 
 
+PRICES = "as_of: 2026-01-01\nmodels: {gpt-4o-mini: [1.0, 2.0], o4-mini: [10.0, 40.0]}\n"
+BOUNDED = {"generator": {"model": "gpt-4o-mini", "max_tokens": 150}, "judge": {"model": "o4-mini", "max_tokens": 50}}
+
+
+def spent_usd(server: StandIn) -> float:
+    """Return the server's own count, including answers that never arrived."""
+    price = {"gpt-4o-mini": (1e-6, 2e-6), "o4-mini": (10e-6, 40e-6)}
+    return sum(
+        price[entry["model"]][0] * entry["prompt_tokens"] + price[entry["model"]][1] * entry["completion_tokens"]
+        for entry in server.log()
+        if "prompt_tokens" in entry
+    )
+
+
+@pytest.mark.ray
+def test_all_actors_keep_the_budget_and_a_higher_budget_resumes(ray_cluster: None, seeds: Path, tmp_path: Path) -> None:
+    (tmp_path / "prices.yaml").write_text(PRICES)
+    out, shared = tmp_path / "out", {**BOUNDED, "prices": str(tmp_path / "prices.yaml"), "actors": 2, "in_flight": 16}
+    with stand_in(latency_s=0.1, rate_limited=0.3, retry_after_s=0.05, truncated=0.02) as server:
+        with pytest.raises(InputError) as stopped:
+            run(settings(seeds, out, server, **shared, limits={"budget_usd": 0.2}))
+        message, spent = str(stopped.value), spent_usd(server)
+        assert "\n" not in message
+        assert message.startswith("limits.budget_usd=0.2: used up (0.1")
+        assert "of 64 seeds are left undone and nothing is published" in message
+        assert not (out / "latest").exists()
+        assert 0.12 < spent <= 0.2
+
+        whole = run(settings(seeds, out, server, **shared, limits={"budget_usd": 20}))
+        assert answered_most(server) == 1
+        assert whole.manifest["usd"] + whole.manifest["usd_replayed"] <= spent_usd(server)
+    counts = whole.manifest["counts"]
+    assert counts["kept"] + counts["rejected"] + counts["dead_letter"] == 64
+
+
 # ------------------------------------------------------------------------------------------------- crashes
 
 

@@ -10,9 +10,8 @@ import pytest
 from pyarrow import fs
 
 from infembed_ray.errors import InputError
-from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.object_store import Folder, _control_client
 from infembed_ray.storage.steps import Step
-from infembed_ray.storage.store_clients import _control_client
 from tests.storage.test_steps import settings
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
