@@ -66,6 +66,14 @@ FIRST = 5
 """Documents of BM25 that rerankers score for a task without candidates."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_foreign_instruction():
+    """Ask each query under one foreign instruction: four cost as many more pairs and show nothing more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("infembed_ray.evaluation.obedience._SHUFFLES", 1)
+        yield
+
+
 @pytest.fixture(scope="module")
 def settings(files, query_first, tmp_path_factory):
     records, distractors = files
