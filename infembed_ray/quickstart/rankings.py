@@ -11,7 +11,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from infembed_ray.evaluation.tables import WIDTH
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records.tables import Passage
 
@@ -19,6 +18,9 @@ _SHOWN = 80
 """Characters per passage in the text table."""
 _RANKS = 3
 """Passages per column of the text table."""
+
+WIDTH = 100
+"""Characters per line of a table for a terminal."""
 
 
 @dataclass(frozen=True)
