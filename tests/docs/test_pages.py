@@ -94,7 +94,7 @@ def test_inline_settings_and_identifiers_exist(page: str) -> None:
     assert not unknown
 
 
-OTHERS = {"config.is_causal", "log_to_driver", "actimeo", "save_16bit_model"}
+OTHERS = {"config.is_causal", "log_to_driver", "actimeo", "save_16bit_model", "check_embedding_ctx_length"}
 """Names of other software, which our source does not contain."""
 
 
