@@ -148,9 +148,9 @@ def evaluate(encoder: Any, data: Path, controls: bool) -> dict[str, Any]:
     With `controls`, also those of the obedience controls, the p-MRR of each query, and nDCG@10 on Cranfield.
     """
     from infembed_ray.evaluation.obedience import Controls
-    from infembed_ray.evaluation.scoring import means, score
     from infembed_ray.evaluation.tasks import catalogue
     from infembed_ray.evaluation.tasks.infir import instruction_following
+    from infembed_ray.evaluation.tasks.task import means, score
     from infembed_ray.records.tables import Passage, Record, read
 
     others = read(data / "msmarco_seeds" / "seeds.jsonl", Passage, "distractors")

@@ -38,11 +38,10 @@ from evaluation_table import cranfield
 
 from infembed_ray.config.serving import RankingSettings
 from infembed_ray.evaluation.metrics import Run, ranks
-from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import Query as TaskQuery
-from infembed_ray.evaluation.tasks.task import Task
+from infembed_ray.evaluation.tasks.task import Task, means, score
 from infembed_ray.modeling.formats import Question
 from infembed_ray.modeling.late_interaction import LateInteraction
 from infembed_ray.records.tables import Passage, Record, read

@@ -41,7 +41,7 @@ from replica_start import drop_pages
 from search import between, embeddings
 
 from infembed_ray.config.serving import ServeSettings
-from infembed_ray.planning.index import estimate
+from infembed_ray.planning.index import shard_size
 from infembed_ray.retrieval import factory as factories
 from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.retrieval.index import Index
@@ -173,7 +173,7 @@ def summary(rounds: Sequence[dict[str, Any]], facts: ShardFacts, index_bytes: in
     def spread(name: str, *percentiles: int) -> list[float]:
         return [round(float(value), 2) for value in np.percentile(every(name), percentiles)]
 
-    planned = estimate(FACTORY, DIMENSION, facts.passages, CHARACTERS)
+    memory, disk = shard_size(FACTORY, DIMENSION, facts.passages, CHARACTERS)
     return {
         "ready_ms": spread("ready", 50, 100),
         "ready_kib": round(float(np.median(every("ready_bytes"))) / 1024),
@@ -183,8 +183,8 @@ def summary(rounds: Sequence[dict[str, Any]], facts: ShardFacts, index_bytes: in
         "per_core": round(float(np.median(every("per_core")))),
         "reads": round(float(np.median(every("reads")))),
         "bytes": {
-            "memory": [round(index_bytes / facts.passages), round(planned.memory / facts.passages)],
-            "disk": [round(facts.bytes / facts.passages), round(planned.disk / facts.passages)],
+            "memory": [round(index_bytes / facts.passages), round(memory / facts.passages)],
+            "disk": [round(facts.bytes / facts.passages), round(disk / facts.passages)],
         },
         "search": facts.search,
     }

@@ -126,11 +126,9 @@ def measure(model: str, run: str, number: int) -> int:
 
 def planned(model: str, run: str, number: int) -> int:
     """Return the planner's peak bytes of a step."""
-    import torch
-
     from infembed_ray.planning.backbones import load
     from infembed_ray.planning.memory import ModelSize, saved_bytes
-    from infembed_ray.planning.train import StepWork, tensor_memory
+    from infembed_ray.planning.train import dtype_of, tensor_memory
 
     settings = settings_of(model, run)
     encoder = load(settings)
@@ -138,20 +136,8 @@ def planned(model: str, run: str, number: int) -> int:
     places = 2 * number * TOKENS  # of a step
     chunk = settings.grad_cache_tokens
     passes = places / chunk if chunk else 2
-    work = StepWork(
-        queries=number,
-        passages=number,
-        slots=places,
-        tokens=places,
-        graph_slots=chunk or places,
-        passes=passes,
-        batches=1,
-        flops=0.0,
-        steps=1,
-        records=number,
-    )
-    kept = saved_bytes(encoder, torch.bfloat16 if settings.precision == "bf16" else torch.float32)
-    return round(tensor_memory(settings, work, size, kept).total)
+    kept = saved_bytes(encoder, dtype_of(settings))
+    return round(tensor_memory(settings, size, kept, chunk or places, passes).total)
 
 
 def free_port() -> int:

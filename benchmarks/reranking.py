@@ -30,11 +30,10 @@ from evaluation_table import cranfield
 
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.evaluation.obedience import AS_GIVEN, Controls
-from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.search import exact_search
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.infir import instruction_following
-from infembed_ray.evaluation.tasks.task import Task
+from infembed_ray.evaluation.tasks.task import Task, means, score
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.late_interaction import LateInteraction
 from infembed_ray.modeling.pair_scorer import CrossEncoder, PairScorer
@@ -118,7 +117,7 @@ def main() -> None:
             kind="classifier", model=str(arguments.cross_encoder), instructed_query="{instruction} {query}",
             plain_query="{query}", pair_length=256,
         )  # fmt: skip
-        scorers["cross"] = CrossEncoder(Classifier(settings, "cpu", 1024, "benchmark"))
+        scorers["cross"] = CrossEncoder(Classifier(settings, "cpu", 1024))
     results: dict[str, dict[str, Any]] = {}
     for name, task in tasks.items():
         run = dense(encoder, task)

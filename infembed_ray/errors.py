@@ -142,8 +142,8 @@ def explained(error: Exception, stage: str = "") -> Exception:
 def quoted_input_error(text: str) -> InputError | None:
     """Return the InputError with which a traceback ends: Ray passes on the errors of actors that do not start as text."""
     last = text.strip().rpartition("\n")[2]
-    _, found, message = last.partition(f"{InputError.__qualname__}: ")
-    return InputError(message) if found else None
+    _, marker, message = last.partition(f"{InputError.__qualname__}: ")
+    return InputError(message) if marker else None
 
 
 def in_one_line(error: BaseException, stage: str = "") -> str:

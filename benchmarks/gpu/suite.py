@@ -131,21 +131,20 @@ def run(names: Sequence[str], minutes: float, directory: Path, device: str, tiny
             results.add(name, {"skipped": "no time was left"})
             continue
         context = Context(device, tiny, case.argument, began + share)
-        for line in _in_a_process(processes, case, context, min(left, PATIENCE * share)):
+        for line in _in_a_process(processes, case, context, began, min(left, PATIENCE * share)):
             results.add(name, line)
         results.ended(name, time.monotonic() - began)
     return results.close()
 
 
-def _in_a_process(processes: Any, case: Case, context: Context, limit: float) -> Iterator[Plain]:
-    """Yield what a case sends; kill it, and the processes it started, after `limit` seconds."""
+def _in_a_process(processes: Any, case: Case, context: Context, began: float, limit: float) -> Iterator[Plain]:
+    """Yield what a case sends; kill it, and the processes it started, `limit` seconds after `began`, starting included."""
     receiver, sender = processes.Pipe(duplex=False)
     process = processes.Process(target=_work, args=(sender, case, context))
     process.start()
     sender.close()
-    deadline = time.monotonic() + limit
     try:
-        while receiver.poll(max(0.0, deadline - time.monotonic())):
+        while receiver.poll(max(0.0, began + limit - time.monotonic())):
             yield receiver.recv()
         yield {"error": f"killed after {limit:.0f} s, its share of the time"}
     except EOFError:

@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu import measure, steps
 from benchmarks.gpu.suite import Context, Result
 from infembed_ray.config.training import TrainSettings
-from infembed_ray.planning.memory import HeldActivations, ModelSize, saved_bytes, step_memory
+from infembed_ray.planning.memory import ModelSize, saved_bytes, step_memory
 from infembed_ray.training.deepspeed_config import deepspeed_config
 from infembed_ray.training.engine import Engine
 from infembed_ray.training.zero_init import load_for_training
@@ -105,6 +105,5 @@ def _planned(settings: TrainSettings, slots: int, context: Context) -> float:
     """Return the planner's bytes of the tensors on the GPU at the peak of a step."""
     encoder = steps.encoder_of(measure.backbone_of(SIZE, Context("meta", context.tiny), torch.float32))
     weights = ModelSize.of(encoder, settings)
-    kept = saved_bytes(encoder, torch.bfloat16)
-    held = HeldActivations(slots * kept.token, slots * kept.layer)
+    held = saved_bytes(encoder, torch.bfloat16).held(slots, checkpointing=False)
     return step_memory(weights, held, 1, deepspeed_config(settings)).total

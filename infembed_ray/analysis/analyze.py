@@ -7,18 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from infembed_ray.analysis import agreement, clean, contamination, diversity, inputs
+from infembed_ray.analysis import agreement, clean, diversity, figures
 from infembed_ray.analysis.agreement import Answers
-from infembed_ray.analysis.contamination import EvaluationTexts
 from infembed_ray.analysis.diversity import TextSet
-from infembed_ray.analysis.figures import Section
-from infembed_ray.analysis.inputs import RecordSet
+from infembed_ray.analysis.figures import RecordSet, Section
+from infembed_ray.analysis.overlap import EvaluationTexts, contamination
 from infembed_ray.analysis.report import as_html, as_text, shown_rows, summarise
 from infembed_ray.config.analysis import AnalyzeGates, AnalyzeSettings
 from infembed_ray.errors import GateError, InputError, check_all
-from infembed_ray.progress import counted, say, track
+from infembed_ray.progress import counted, say
 from infembed_ray.records.tables import write_lines
 from infembed_ray.storage import durable
 from infembed_ray.storage.dry_run import state
@@ -38,8 +35,6 @@ LABEL = "records"
 """Label of the records in comparisons."""
 BATCH_TOKENS = 4096
 """Tokens per encoding batch, with padding."""
-EMBEDDED_AT_ONCE = 1024
-"""Texts per report of progress."""
 _ROUNDING = 1e-9
 """A figure that equals its minimum may be rounded down."""
 
@@ -98,27 +93,18 @@ def _publish(settings: AnalyzeSettings, files: Mapping[str, Place], step: Step) 
         study = _agreement(given, settings, staging.path)
         contaminations, contaminated = [], {}
         for label, evaluation in given.evaluations.items():
-            matches, contaminated[label] = contamination.contamination(label, evaluation, records.kept)
+            matches, contaminated[label] = contamination(label, evaluation, records.kept)
             contaminations += matches
-        diversities, coverages = diversity.compare(
-            [diversity.from_records(LABEL, records.kept), *given.compared], embed
-        )
+        measured = diversity.compare([diversity.from_records(LABEL, records.kept), *given.compared], embed)
         removed = clean.removals(records.kept, contaminated) if settings.clean else {}
         if settings.clean and len(removed) == len(records.kept):
             raise InputError.of("clean", None, f"no record of {settings.records} would be left", "check evaluations")
         reasons = clean.write(staging.path, files["records"], removed) if settings.clean else None
         report = summarise(
-            records,
-            diversities=diversities,
-            coverages=coverages,
-            contaminations=contaminations,
-            agreement=study,
-            removed=reasons,
+            records, diversities=measured, contaminations=contaminations, agreement=study, removed=reasons
         )
         html = as_html(report, shown_rows(records, removed), settings.records)
         (staging.path / PAGE_FILE).write_text(html, encoding="utf-8")
-        for covered in (each for coverage in coverages for each in coverage["sets"]):
-            del covered["points"]  # only the page has the plots
         durable.replace_json(staging.path / REPORT_FILE, report)
         if settings.annotate:
             items, key = agreement.sheet(records.kept, settings.annotate)
@@ -187,7 +173,7 @@ def read(settings: AnalyzeSettings, files: Mapping[str, Place]) -> AnalysisInput
 
     compared, evaluations = of_section("compare."), of_section("evaluations.")
     tasks: list[Callable[[], Any]] = [
-        lambda: inputs.read(files["records"], "records"),
+        lambda: figures.read(files["records"], "records"),
         lambda: _rated(settings, list(of_section("agreement.files.").values())),
         *(partial(diversity.read, label, file, f"compare.{label}") for label, file in compared.items()),
         *(partial(EvaluationTexts.read, file, f"evaluations.{label}") for label, file in evaluations.items()),
@@ -223,17 +209,7 @@ def _encoder(settings: AnalyzeSettings) -> diversity.Embed | None:
         return None
     from infembed_ray.modeling.encoder import InstructionEncoder  # imports torch
 
-    encoder = InstructionEncoder.from_pretrained(settings.encoder)
-
-    def embed(sample: Sequence[str]) -> np.ndarray:
-        parts = []
-        with track("analyze", len(sample)) as advance:
-            for start in range(0, len(sample), EMBEDDED_AT_ONCE):
-                parts.append(encoder.encode_passages(sample[start : start + EMBEDDED_AT_ONCE], BATCH_TOKENS))
-                advance(len(parts[-1]), "texts embedded")
-        return np.concatenate(parts)
-
-    return embed
+    return partial(InstructionEncoder.from_pretrained(settings.encoder).encode_passages, batch_tokens=BATCH_TOKENS)
 
 
 def describe(settings: AnalyzeSettings) -> Iterator[str]:

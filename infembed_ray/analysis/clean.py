@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infembed_ray.analysis.inputs import is_ours
-from infembed_ray.analysis.near_duplicates import near_duplicates
+from infembed_ray.analysis.figures import is_ours
+from infembed_ray.analysis.overlap import near_duplicates
 from infembed_ray.records import tables
 from infembed_ray.records.tables import KEPT_FILE, Record
 from infembed_ray.storage.places import Place

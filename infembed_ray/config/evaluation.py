@@ -53,7 +53,7 @@ InstructedFormat = Annotated[str, _format("query", optional="instruction")]
 QueryFormat = Annotated[str, _format("query")]
 PassageFormat = Annotated[str, _format("passage")]
 PairFormat = Annotated[str, _format("query", "passage")]
-RetrieverKind = Literal["encoder", "sentence_transformers", "api", "bm25", "run", "seq2seq", "classifier", "causal"]
+RetrieverKind = Literal["encoder", "api", "bm25", "run", "seq2seq", "classifier", "causal"]
 
 _PROMPTS = ("instructed_query", "plain_query")
 _MODEL = ("model", "revision", "dtype")
@@ -64,7 +64,6 @@ TAKES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("model",),
         (*_MODEL, "adapter", *_PROMPTS, *_EMBEDDER, "pooling", "append_eos", "bidirectional"),
     ),
-    "sentence_transformers": (("model", *_PROMPTS, "passage"), (*_MODEL, *_EMBEDDER)),
     "api": (("model", *_PROMPTS), ("passage", "dimensions", "endpoint")),
     "bm25": (_PROMPTS, ("bm25",)),
     "run": (("model",), ()),
@@ -176,7 +175,7 @@ class EvaluateSettings(Settings):
     tasks: tuple[str, ...] = Field(
         (),
         description="tasks or benchmarks by name (followir/core17, bright), data sets of the hub (mteb/scifact), "
-        "directories in the layout of mteb or BEIR, or files of judgements, for runs",
+        "or directories in the layout of mteb or BEIR",
     )
     measures: tuple[str, ...] = runtime_field(  # the tasks' figures are part of their contents
         (),
@@ -208,7 +207,7 @@ class EvaluateSettings(Settings):
     controls: bool = Field(
         True,
         description="ask tasks with changed instructions under control instructions too, about five times the queries, "
-        "and rank them by BM25 and a constant",
+        "and rank them by BM25",
     )
     gate: str | None = runtime_field(
         None,

@@ -101,7 +101,7 @@ VERBS = {
         "sweeps.distributed:run",
         "sweeps:SweepSettings",
         "sweep --config jobs/configs/sweep.yaml",
-        "sweeps.trials:describe",
+        "sweeps.distributed:describe",
     ),
     "report": Verb(
         "set results beside the paper's tables and figures",
@@ -154,12 +154,6 @@ PLANS = {
         "planning.train:plan",
         "planning:PlanTrainSettings",
         "plan train model=Qwen/Qwen2.5-7B precision=bf16 workers=8",
-    ),
-    "plan index": Verb(
-        "estimate types, memory and disk of an index",
-        "planning.index:plan",
-        "planning:PlanIndexSettings",
-        "plan index model=Qwen/Qwen2.5-7B passages=1000000",
     ),
 }
 """Plans. A plan prints; it runs and writes nothing."""

@@ -1,11 +1,19 @@
-"""Chunks of passages, queries or pairs, each stored as one array. A chunk refers to its texts, so it is small to send."""
+"""Chunks of passages, queries or pairs, each stored as one array. A chunk refers to its texts, so it is small to send.
+
+The store of the arrays, keyed by the texts that they were computed from, is a directory that all nodes see, or a folder of an
+object store, which tasks and runs share. Its files appear whole and never change, and all of it can be deleted at any time.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import os
 import platform
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,18 +23,23 @@ import numpy as np
 import pyarrow as pa
 
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.retrievers.retriever import PairReranker, Retriever, TextEncoder
+from infembed_ray.evaluation.retrievers.baselines import PairReranker, Retriever, TextEncoder
 from infembed_ray.evaluation.tasks import corpus as corpora
+from infembed_ray.evaluation.tasks.corpus import digest
 from infembed_ray.evaluation.tasks.task import CORPUS, Query
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder
-from infembed_ray.storage.places import Place, errors_at
+from infembed_ray.storage.places import Place, errors_at, read_binary
 
 S = TypeVar("S", range, tuple[Query, ...], tuple[int, ...])
 TEXTS = 1024
 """Passages or queries per chunk: enough to batch by length, and the work that a killed actor loses."""
 PAIRS = 128
 """Pairs per chunk; pairs take longer."""
+VERSION = 2
+"""Raise it when the same model computes something else for the same text, for example after a fix of pooling."""
+_AHEAD = 8
+"""Files that are read at the same time."""
 
 
 # ----------------------------------------------------------------------------------------------------- corpora
@@ -140,3 +153,63 @@ def of_pairs(query: Query, corpus: Place, rows: Sequence[int]) -> list[TextChunk
 
 def _parts(items: S, size: int) -> list[S]:
     return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+# ------------------------------------------------------------------------------------------------------- store
+
+
+class Store:
+    """The arrays of one model, each a `.npy` file.
+
+    Args:
+        root: place of the stores of all models.
+        identity: of the model; it changes with anything that changes the arrays.
+    """
+
+    def __init__(self, root: Place, identity: str) -> None:
+        self.directory = root / hashlib.sha256(f"{VERSION}\0{identity}".encode()).hexdigest()[:16]
+
+    def file(self, texts: Iterable[str | None]) -> Place:
+        """Return the place for the array of these texts, in this order."""
+        name = digest(texts)
+        return self.directory / name[:2] / f"{name[2:]}.npy"
+
+
+def write(file: Place, array: np.ndarray) -> None:
+    """Write an array, (rows, ...) float32, atomically and durably; several nodes may write the same one."""
+    stream = io.BytesIO()
+    np.save(stream, np.ascontiguousarray(array, dtype=np.float32), allow_pickle=False)
+    with errors_at(file, "embeddings"):
+        if isinstance(file, Folder):
+            with file.parent.open_output(file.name) as target:
+                target.write(stream.getvalue())
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with durable.replacing(file, shared=True) as target:
+            target.write(stream.getvalue())
+
+
+def read_all(files: Iterable[Place]) -> Iterator[np.ndarray]:
+    """Yield arrays in order; some files are read ahead.
+
+    Raises:
+        InputError: one is missing or truncated, or the object store failed.
+    """
+    with ThreadPoolExecutor(_AHEAD) as pool:
+        reading: deque[Future[np.ndarray]] = deque()
+        for file in files:
+            reading.append(pool.submit(_read, file))
+            if len(reading) == _AHEAD:
+                yield reading.popleft().result()
+        while reading:
+            yield reading.popleft().result()
+
+
+def _read(file: Place) -> np.ndarray:
+    with errors_at(file, "embeddings"):
+        try:
+            array: np.ndarray = np.load(io.BytesIO(read_binary(file)), allow_pickle=False)
+        except (FileNotFoundError, ValueError, EOFError) as error:
+            fault = "missing or damaged since it was written"
+            raise InputError.of("embeddings", file, fault, "delete it and run again") from error
+    return array

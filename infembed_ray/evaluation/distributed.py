@@ -6,11 +6,12 @@ searches read them in blocks, so the driver and Ray's object store hold neither.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import ray
@@ -18,10 +19,9 @@ from ray.data import ActorPoolStrategy
 
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import differences, obedience, obedience_gates, results, tables
-from infembed_ray.evaluation.chunks import TextChunk, of_pairs, of_passages, of_queries, shared
+from infembed_ray.evaluation import differences, obedience
+from infembed_ray.evaluation.chunks import Store, TextChunk, of_pairs, of_passages, of_queries, read_all, shared, write
 from infembed_ray.evaluation.differences import Difference, Kept
-from infembed_ray.evaluation.embeddings import Store
 from infembed_ray.evaluation.inputs import (
     ENCODER_KINDS,
     RANKER_KINDS,
@@ -32,25 +32,22 @@ from infembed_ray.evaluation.inputs import (
 )
 from infembed_ray.evaluation.metrics import Run, ranks
 from infembed_ray.evaluation.obedience import Controls
-from infembed_ray.evaluation.paper.results_report import of_evaluation
+from infembed_ray.evaluation.paper import results_report
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.retrievers import baselines, runs
-from infembed_ray.evaluation.retrievers.retriever import Ranker
-from infembed_ray.evaluation.scoring import Obedience, Scores, score
+from infembed_ray.evaluation.retrievers.baselines import Ranker
 from infembed_ray.evaluation.search import exact_search, rows_of
-from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
+from infembed_ray.evaluation.tasks.task import CORPUS, Obedience, Scores, Task, score
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, errors_of_tasks
 from infembed_ray.storage import steps
-from infembed_ray.storage.places import Place, address, place_of
+from infembed_ray.storage.places import Place, address, errors_at, place_of
 
-_MESSAGE_CHARACTERS = 60
 _OUTSIDE_TRIALS = "DEFAULT"
 """Scheduling strategy. Without it, Ray puts tasks into the placement group of a sweep's trial, which has no free CPUs."""
 
 FirstStage = Mapping[str, Mapping[str, Sequence[str]]]
 """Task -> query -> top documents of the first stage."""
-T = TypeVar("T")
 
 
 def run(settings: EvaluateSettings) -> steps.Published:
@@ -62,7 +59,7 @@ def run(settings: EvaluateSettings) -> steps.Published:
     inputs = resolve(settings)
     step = inputs.step(settings)
     if done := step.finished():
-        obedience_gates.require(settings, done)
+        obedience.require_gates(settings, done)
         return done
     queries, passages = inputs.size
     sizes = counted(queries, "query", "queries"), counted(passages, "passage")
@@ -71,12 +68,9 @@ def run(settings: EvaluateSettings) -> steps.Published:
         figures, differing = _evaluate(settings, inputs, staging.path / runs.RUNS)
         staging.counts = {"tasks": len(inputs.tasks), "queries": queries, "passages": passages}
         staging.facts = {"figures": figures.figures}
-        results.write(staging.path, figures)
-        report = of_evaluation(settings.output, figures, differing)
-        (staging.path / tables.TABLE_FILE).write_text(report.as_markdown(with_paper=False), encoding="utf-8")
-        (staging.path / tables.REPORT_FILE).write_text(report.as_html(), encoding="utf-8")
+        report = results_report.write(staging.path, settings.output, figures, differing)
     say(report.as_text())
-    obedience_gates.require(settings, published := step.published())
+    obedience.require_gates(settings, published := step.published())
     return published
 
 
@@ -144,27 +138,26 @@ def _encode_and_search(
 ) -> Iterator[tuple[Task, Run]]:
     passages = {task.name: of_passages(task.corpus_file) for task in inputs.tasks}
     queries = {task.name: of_queries(task.queries) for task in inputs.tasks}
-    chunks = [*_flat(passages.values()), *_flat(queries.values())]
+    chunks = chain(*passages.values(), *queries.values())
     files = _compute_chunks("encode", settings, model, chunks, inputs.store)
     with track(f"search {model.label}", inputs.size[0]) as advance:
         for task in inputs.tasks:
-            embeddings = [(files[chunk], chunk.size) for chunk in passages[task.name]]
-            searches = [
-                _search.options(num_gpus=settings.gpus_per_actor).remote(
-                    _without_corpus(task, chunk.queries),
-                    (files[chunk], chunk.size),
-                    task.corpus_file,
-                    embeddings,
-                    settings.depth,
-                    "cuda" if settings.gpus_per_actor else "cpu",
+            embeddings = [files[chunk] for chunk in passages[task.name]]
+            search = _search.options(num_gpus=settings.gpus_per_actor)
+            device = "cuda" if settings.gpus_per_actor else "cpu"
+            searches = []
+            for chunk in queries[task.name]:
+                ids = [query.id for query in chunk.queries]
+                candidates = None if task.candidates is None else [task.candidates[query] for query in ids]
+                excluded = [task.excluded.get(query, ()) for query in ids]
+                restricted = candidates, excluded if any(excluded) else None
+                searches.append(
+                    (ids, search.remote(files[chunk], embeddings, task.corpus_file, restricted, settings.depth, device))
                 )
-                for chunk in queries[task.name]
-            ]
             run: dict[str, Mapping[str, float]] = {}
-            for search in searches:
-                rankings = _result(search)
-                run |= rankings
-                advance(len(rankings))
+            for ids, rankings in searches:
+                run |= zip(ids, _result(rankings), strict=True)
+                advance(len(ids))
             yield task, run
 
 
@@ -178,12 +171,12 @@ def _rerank(
         wanted = [set(candidates[query.id]) - task.excluded.get(query.id, frozenset()) for query in task.queries]
         rows = rows_of(task.corpus["id"], wanted)
         divided = zip(task.queries, rows, strict=True)
-        pairs[task.name] = _flat(of_pairs(query, task.corpus_file, own.tolist()) for query, own in divided)
-    files = _compute_chunks("rerank", settings, model, _flat(pairs.values()), inputs.store)
+        pairs[task.name] = [c for query, own in divided for c in of_pairs(query, task.corpus_file, own.tolist())]
+    files = _compute_chunks("rerank", settings, model, chain(*pairs.values()), inputs.store)
     for task in inputs.tasks:
         run: dict[str, dict[str, float]] = {query.id: {} for query in task.queries}
         ids = task.corpus["id"]
-        stored = Store.read_all([(files[chunk], chunk.size) for chunk in pairs[task.name]])
+        stored = read_all(files[chunk] for chunk in pairs[task.name])
         for chunk, scores in zip(pairs[task.name], stored, strict=True):
             documents = [ids[row].as_py() for row in chunk.rows]  # `take` copies the whole column
             run[chunk.queries[0].id] |= zip(documents, scores.tolist(), strict=True)
@@ -194,39 +187,19 @@ def _rank_tasks(
     settings: EvaluateSettings, inputs: EvaluationInputs, model: EvaluatedModel
 ) -> Iterator[tuple[Task, Run]]:
     if model.retriever.kind == "run":  # its files need not be visible to the workers
-        ranker = baselines.load(model.retriever, known=model.identity)
+        ranker = baselines.load(model.retriever)
         assert isinstance(ranker, Ranker)
         yield from ((task, ranker.rank(task, settings.depth)) for task in inputs.tasks)
         return
     connect()
     with track(f"rank {model.label}", len(inputs.tasks)) as advance:
         rankings = [
-            _rank.remote(model.retriever, model.identity, _without_corpus(task), task.corpus_file, settings.depth)
+            _rank.remote(model.retriever, replace(task, corpus=CORPUS.empty_table()), settings.depth)
             for task in inputs.tasks
         ]
         for task, ranking in zip(inputs.tasks, rankings, strict=True):
             yield task, _result(ranking)
             advance()
-
-
-def _without_corpus(task: Task, queries: Sequence[Query] | None = None) -> Task:
-    """Return what a search needs of a task: no corpus, and only the given queries, so that it is small to send."""
-    task = replace(task, corpus=CORPUS.empty_table())
-    if queries is None:
-        return task
-    ids = {query.id for query in queries}
-    return replace(
-        task,
-        queries=tuple(queries),
-        qrels={},
-        changes=(),
-        candidates=None if task.candidates is None else {q: d for q, d in task.candidates.items() if q in ids},
-        excluded={query: documents for query, documents in task.excluded.items() if query in ids},
-    )
-
-
-def _flat(lists: Iterable[Sequence[T]]) -> list[T]:
-    return [item for items in lists for item in items]
 
 
 # ----------------------------------------------------------------------------------------------- on the workers
@@ -239,45 +212,40 @@ class ComputeChunk:
     """
 
     def __init__(
-        self, model: EvaluatedModel, identity: str, store: Place, chunks: ray.ObjectRef, device: str, batch_tokens: int
+        self, model: EvaluatedModel, store: Store, chunks: ray.ObjectRef, device: str, batch_tokens: int
     ) -> None:
         self._model = model
-        self._store = Store(store, identity)
+        self._store = store
         self._chunks: Sequence[TextChunk] = ray.get(chunks)
-        self._load = cache(partial(baselines.load, model.retriever, device, batch_tokens, identity))
+        self._load = cache(partial(baselines.load, model.retriever, device, batch_tokens))
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Map `id` to `file`, where its array is; `computed`, if it was missing; `fault`, the error, or empty."""
+        """Map `id` to `file`, where its array is, and `fault`, the error, or empty."""
         try:
-            file, computed = self._ensure(self._chunks[row["id"]])
+            return {"id": row["id"], "file": address(self._ensure(self._chunks[row["id"]])), "fault": ""}
         except InputError as error:
-            return {"id": row["id"], "file": "", "computed": False, "fault": str(error)}
-        return {"id": row["id"], "file": address(file), "computed": computed, "fault": ""}
+            return {"id": row["id"], "file": "", "fault": str(error)}
 
-    def _ensure(self, chunk: TextChunk) -> tuple[Place, bool]:
+    def _ensure(self, chunk: TextChunk) -> Place:
         texts = chunk.texts()
         file = self._store.file(part for text in texts for part in text)
-        if self._store.holds(file, chunk.size):
-            return file, False
+        with errors_at(file, "embeddings"):
+            if file.is_file():
+                return file
         array = chunk.compute(self._load())
         broken = np.flatnonzero(~np.isfinite(array.reshape(chunk.size, -1)).all(axis=1))
         if broken.size:
             kind, *parts = texts[broken[0]]
-            text = " ".join(part for part in reversed(parts) if part)[:_MESSAGE_CHARACTERS]
-            asked = self._model.retriever
-            what = "score" if kind == "pair" else "embedding"
-            raise InputError.of(
-                f"models.{self._model.label}",
-                asked.model or asked.kind,
-                f"its {what} of {kind} {text!r} is not finite, like {broken.size} of the {chunk.size} in this chunk",
-                "the weights are damaged or training diverged: give another checkpoint",
-            )
-        self._store.write(file, array)
-        return file, True
+            text, asked = " ".join(part for part in reversed(parts) if part), self._model.retriever
+            fault = f"its {'score' if kind == 'pair' else 'embedding'} of {kind} {text[:60]!r} is not finite"
+            remedy = "the weights are damaged or training diverged: give another checkpoint"
+            raise InputError.of(f"models.{self._model.label}", asked.model or asked.kind, fault, remedy)
+        write(file, array)
+        return file
 
 
 def _compute_chunks(
-    title: str, settings: EvaluateSettings, model: EvaluatedModel, chunks: Sequence[TextChunk], store: Place
+    title: str, settings: EvaluateSettings, model: EvaluatedModel, chunks: Iterable[TextChunk], store: Place
 ) -> dict[TextChunk, Place]:
     """Compute the chunks that are missing from the store; return the file of each chunk."""
     distinct = list(dict.fromkeys(chunks))
@@ -289,54 +257,44 @@ def _compute_chunks(
     device = "cuda" if gpus else "cpu"
     computed = ray.data.range(len(distinct), override_num_blocks=len(distinct)).map(
         ComputeChunk,
-        fn_constructor_args=(model, model.identity, store, ray.put(distinct), device, settings.batch_tokens),
+        fn_constructor_args=(model, Store(store, model.identity), ray.put(distinct), device, settings.batch_tokens),
         compute=ActorPoolStrategy(size=1 if remote else min(settings.actors, len(distinct))),
         num_gpus=gpus,
     )
     files: dict[TextChunk, Place] = {}
-    stored = 0
     with track(f"{title} {model.label}", sum(chunk.size for chunk in distinct)) as advance:
         for row in computed.iter_rows():
             if row["fault"]:
                 raise InputError(row["fault"])
             chunk = distinct[row["id"]]
             files[chunk] = place_of(row["file"])
-            stored += 0 if row["computed"] else chunk.size
-            advance(chunk.size, note=f"{stored} from the store" if stored else "")
-    if len(files) < len(distinct):
-        raise RuntimeError(f"Ray Data lost {len(distinct) - len(files)} of {len(distinct)} chunks")
+            advance(chunk.size)
     return files
 
 
 @ray.remote(scheduling_strategy=_OUTSIDE_TRIALS)
 def _search(
-    task: Task,
-    queries: tuple[Place, int],
+    queries: Place,
+    passages: Sequence[Place],
     corpus: Place,
-    passages: Sequence[tuple[Place, int]],
+    restricted: tuple[Sequence[Sequence[str]] | None, Sequence[Collection[str]] | None],
     depth: int,
     device: str,
-) -> dict[str, dict[str, float]]:
-    """Rank a task's queries, given the files (and rows) of their embeddings and of the passages' embeddings."""
-    restricted = any(task.excluded.values())
-    rankings = exact_search(
-        next(Store.read_all([queries])),
-        Store.read_all(passages),
-        shared(corpus)["id"],
-        depth,
-        candidates=None if task.candidates is None else [task.candidates[query.id] for query in task.queries],
-        excluded=[task.excluded.get(query.id, ()) for query in task.queries] if restricted else None,
-        device=device,
+) -> list[dict[str, float]]:
+    """Rank queries, given the files of embeddings, and the candidates and the excluded documents of each query."""
+    candidates, excluded = restricted
+    embeddings, ids = next(read_all([queries])), shared(corpus)["id"]
+    return exact_search(
+        embeddings, read_all(passages), ids, depth, candidates=candidates, excluded=excluded, device=device
     )
-    return {query.id: ranking for query, ranking in zip(task.queries, rankings, strict=True)}
 
 
 @ray.remote(scheduling_strategy=_OUTSIDE_TRIALS)
-def _rank(retriever: RetrieverSettings, identity: str, task: Task, corpus: Place, depth: int) -> Run:
-    """Rank a whole task in one process."""
-    ranker = baselines.load(retriever, known=identity)
+def _rank(retriever: RetrieverSettings, task: Task, depth: int) -> Run:
+    """Rank a whole task, whose corpus is in its file, in one process."""
+    ranker = baselines.load(retriever)
     assert isinstance(ranker, Ranker)
-    return ranker.rank(replace(task, corpus=shared(corpus)), depth)
+    return ranker.rank(replace(task, corpus=shared(task.corpus_file)), depth)
 
 
 def _result(task: ray.ObjectRef) -> Any:

@@ -11,13 +11,12 @@ from typing import Any
 
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.evaluation import obedience_gates
+from infembed_ray.evaluation import obedience
 from infembed_ray.evaluation.chunks import share, shared
-from infembed_ray.evaluation.embeddings import digest
 from infembed_ray.evaluation.metrics import parse
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks import catalogue
-from infembed_ray.evaluation.tasks.corpus import name_of
+from infembed_ray.evaluation.tasks.corpus import digest, name_of
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.progress import counted
@@ -26,7 +25,7 @@ from infembed_ray.storage import steps
 from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place, address
 
-ENCODER_KINDS = ("encoder", "sentence_transformers", "api")
+ENCODER_KINDS = ("encoder", "api")
 RANKER_KINDS = ("bm25", "run")
 
 
@@ -91,7 +90,7 @@ def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> Evaluatio
         lambda: _models(settings),
         lambda: _store(settings),
         lambda: _tasks(settings),
-        lambda: obedience_gates.check(settings),
+        lambda: obedience.check_gate(settings),
     )
     if share_corpora:
         steps.require_writable(store, "embeddings")
@@ -100,10 +99,6 @@ def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> Evaluatio
         file = share(task.corpus, place) if share_corpora else place / name_of(task.corpus)
         tasks[number] = replace(task, corpus=shared(file) if share_corpora else task.corpus, corpus_file=file)
     _require_candidates(settings, models, tasks)
-    for task in tasks:
-        if task.only_runs and (unusable := [model.label for model in models if model.retriever.kind != "run"]):
-            fault = f"holds judgements alone, so models.{unusable[0]} has no texts to rank"
-            raise InputError.of("tasks", task.name, fault, "give a directory with a corpus, or models of kind run")
     return EvaluationInputs(models, tasks, store, data)
 
 

@@ -1,6 +1,6 @@
 """Retrieval measures: pure functions of judgements and rankings, with one value per query.
 
-nDCG, MAP, recall, MRR and further ones by their names are those of ir_measures, which asks trec_eval. p-MRR of FollowIR
+nDCG, MAP, recall, MRR and further ones are trec_eval's, by the names of ir_measures. p-MRR of FollowIR
 (Weller et al., 2024) and Robustness@k of InstructIR (Oh et al., 2024) are implemented here.
 """
 
@@ -9,11 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isnan
+from math import inf, isnan
 from statistics import fmean
 
 import ir_measures
-import numpy as np
 
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
@@ -40,7 +39,7 @@ CONVENTIONS = {
     "violation": "share of changed queries with a document among the first k that the changed instruction excludes",
 }
 """How each measure is computed, as recorded in every result file."""
-_FURTHER = "as ir_measures defines it, by trec_eval where that has it; a query without results counts 0"
+FURTHER = "trec_eval, by ir_measures' name; a query without results counts 0"
 """Convention of a measure that `CONVENTIONS` does not describe."""
 
 _NAMES = {name.lower(): name for name in reversed(ir_measures.measures.registry)}
@@ -61,29 +60,29 @@ def parse(measure: str) -> ir_measures.Measure:
     """Parse a measure by ir_measures' name, in any case: `nDCG@10`, `MAP@1000`, `recall@100`, `P(rel=2)@5`, `bpref`.
 
     Raises:
-        InputError: there is no such measure, its cut-off is missing or below 1, or a library that it needs is missing.
+        InputError: trec_eval has no such measure, or its cut-off is missing or below 1.
     """
     name, remedy = family(measure), "write it like nDCG@10, P(rel=2)@5 or bpref"
     if name.lower() not in _NAMES:
         raise InputError.of("measures", measure, "no measure of ir_measures", nearest(name, _NAMES.values()))
     try:
         parsed = ir_measures.parse_measure(_NAMES[name.lower()] + measure[len(name) :])
-        usable = ir_measures.DefaultPipeline.supports(parsed)
+        usable = ir_measures.pytrec_eval.supports(_uncut(parsed))  # other libraries order ties differently
     except (ValueError, TypeError, AssertionError) as error:
         raise InputError.of("measures", measure, str(error), remedy) from error
     if not usable or parsed.params.get("cutoff", 1) < 1:  # at 0 pytrec_eval aborts the process
-        raise InputError.of("measures", measure, "cannot be computed with these parameters", remedy)
+        raise InputError.of("measures", measure, "trec_eval cannot compute it", remedy)
     return parsed
+
+
+def _uncut(measure: ir_measures.Measure) -> ir_measures.Measure:
+    """Return the measure that trec_eval computes: its reciprocal rank has no cut-off."""
+    return ir_measures.RR(rel=measure["rel"]) if measure.NAME == "RR" else measure
 
 
 def family(measure: str) -> str:
     """Return the name of a measure without parameters and cut-off: `nDCG` of `nDCG@10`."""
     return re.split(r"[@(]", measure)[0]
-
-
-def convention(measure: str) -> str:
-    """Return how a measure is computed."""
-    return CONVENTIONS.get(family(measure), _FURTHER)
 
 
 def trec_measures(qrels: Qrels, run: Run, measures: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -96,15 +95,16 @@ def trec_measures(qrels: Qrels, run: Run, measures: Sequence[str]) -> dict[str, 
         InputError: a score is NaN, or as `parse`.
     """
     parsed = {measure: parse(measure) for measure in measures}
-    by_trec_eval = {measure for measure in parsed.values() if ir_measures.pytrec_eval.supports(measure)}
     judged = {query: dict(documents) for query, documents in qrels.items()}
     rankings = {query: _ranking(query, run.get(query, {})) for query in qrels}
-    metrics = list(ir_measures.pytrec_eval.iter_calc(by_trec_eval, judged, rankings))
-    if others := set(parsed.values()) - by_trec_eval:  # the other libraries order ties differently
-        ordered = {query: _untied(ranking) for query, ranking in rankings.items() if ranking}
-        metrics += ir_measures.iter_calc(others, judged, ordered)
+    metrics = ir_measures.pytrec_eval.iter_calc(set(map(_uncut, parsed.values())), judged, rankings)
     values = {(metric.query_id, metric.measure): float(metric.value) for metric in metrics}
-    return {query: {name: values.get((query, measure), 0.0) for name, measure in parsed.items()} for query in qrels}
+
+    def value(query: str, measure: ir_measures.Measure) -> float:
+        uncut = values.get((query, _uncut(measure)), 0.0)
+        return uncut if measure.NAME != "RR" or uncut >= 1 / measure.params.get("cutoff", inf) else 0.0
+
+    return {query: {name: value(query, measure) for name, measure in parsed.items()} for query in qrels}
 
 
 def robustness(values: Mapping[str, float], groups: Mapping[str, str]) -> dict[str, float]:
@@ -157,10 +157,3 @@ def _ranking(query: str, scores: Mapping[str, float]) -> dict[str, float]:
             fault = f"the score of document {document} is NaN"
             raise InputError.of(f"query {query}", None, fault, "the model or its weights are broken")
     return ranking
-
-
-def _untied(ranking: Mapping[str, float]) -> dict[str, float]:
-    """Replace scores by negative ranks, in trec_eval's order."""
-    with np.errstate(over="ignore"):
-        scores = np.fromiter(ranking.values(), np.float32, len(ranking)).tolist()
-    return {document: -float(rank) for document, rank in ranks(dict(zip(ranking, scores, strict=True))).items()}

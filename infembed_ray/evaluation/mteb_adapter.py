@@ -9,7 +9,6 @@ mteb itself formats every query of a checkpoint as `{query} {instruction}`, what
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ import torch
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.retrievers.retriever import TextEncoder
+from infembed_ray.evaluation.retrievers.baselines import TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
 
 if TYPE_CHECKING:
@@ -44,8 +43,13 @@ class MtebEncoder:
         `prompt_type` is `document` or `query`; None, for tasks with texts of one kind, means `query`.
         """
         if prompt_type == "document":
-            return self.encoder.encode_passages(list(_passages(inputs)))
-        return self.encoder.encode_queries(list(_queries(inputs)))
+            return self.encoder.encode_passages([text for batch in inputs for text in batch["text"]])
+        queries: list[Query] = []
+        for batch in inputs:
+            texts = batch.get("query", batch["text"])
+            instructions = batch.get("instruction", [None] * len(texts))
+            queries += (Query("", text, told or None) for text, told in zip(texts, instructions, strict=True))
+        return self.encoder.encode_queries(queries)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
         """Multiply (n, d) with (m, d): (n, m) inner products."""
@@ -54,18 +58,6 @@ class MtebEncoder:
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
         """Multiply the rows of two (n, d) arrays: (n) inner products."""
         return (_matrix(embeddings1) * _matrix(embeddings2)).sum(-1)
-
-
-def _passages(inputs: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    return (text for batch in inputs for text in batch["text"])
-
-
-def _queries(inputs: Iterable[Mapping[str, Any]]) -> Iterator[Query]:
-    for batch in inputs:
-        texts = batch.get("query", batch["text"])
-        instructions = batch.get("instruction", [None] * len(texts))
-        for text, instruction in zip(texts, instructions, strict=True):
-            yield Query("", text, instruction or None)
 
 
 def _matrix(embeddings: Any) -> torch.Tensor:
@@ -89,14 +81,15 @@ def load(model: str, device: str = "cpu") -> MtebEncoder:
         raise InputError("mteb is not installed; pip install 'infembed-ray[mteb]'")
     from mteb.models import ModelMeta
 
-    loaded = baselines.load(baselines.resolve("mteb", model), device)
+    settings = baselines.resolve("mteb", model)
+    loaded = baselines.load(settings, device)
     if not isinstance(loaded, TextEncoder):
         raise InputError.of("model", model, "is no encoder", "use infembed evaluate")
     hub = model.count("/") == 1 and not model.startswith((".", "~", "/")) and not Path(model).exists()
     meta = ModelMeta(
         **dict.fromkeys(_UNKNOWN),
         name=model if hub else f"infembed/{Path(model).absolute().name}",
-        revision=loaded.identity,
+        revision=baselines.identity(settings),
         framework=[],
         similarity_fn_name="dot",
         model_type=["dense"],

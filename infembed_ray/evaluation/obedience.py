@@ -2,20 +2,29 @@
 
 p-MRR also rises if a benchmark rewards words that the instruction shares with the passage, if a model reacts to any text, or
 if it forgets the query. So a task with changed instructions is asked under further `CONDITIONS`, and each has all figures:
-p-MRR, quality under the original and under the changed instruction, pairs reversed and violation@2.
+p-MRR, quality under the original and under the changed instruction, pairs reversed and violation@2. The gates of a release are
+what a model must keep, against the first model, before its p-MRR counts as obedience.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from infembed_ray.config.base import nearest
+from infembed_ray.config.evaluation import EvaluateSettings, GateSettings
+from infembed_ray.errors import GateError, InputError
+from infembed_ray.evaluation import results
 from infembed_ray.evaluation.metrics import Change, Run, p_mrr, ranks, trec_measures
+from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.retrievers.retriever import Ranker
+from infembed_ray.evaluation.retrievers.baselines import Ranker
 from infembed_ray.evaluation.tasks.task import Query, Task
+from infembed_ray.progress import say
+from infembed_ray.storage.places import place_of
+from infembed_ray.storage.steps import Published
 
 AS_GIVEN, QUERY_ONLY, GENERIC, SHUFFLED, INVERTED, PARAPHRASED = CONDITIONS = (
     "as given",
@@ -48,6 +57,8 @@ Pair = tuple[str, str]
 """Ids of a query and of the same query under the changed instruction."""
 Asked = Mapping[str, str]
 """Query id -> id of the query whose ranking is used instead of its own."""
+Means = Mapping[str, Mapping[str, float | None]]
+"""Condition -> figure -> mean."""
 
 
 @dataclass(frozen=True)
@@ -67,39 +78,29 @@ class Controls:
         if not pairs:
             return None
         query_of = {query.id: query for query in task.queries}
-        own = {pair: tuple(query_of[query].instruction for query in pair) for pair in pairs}
+        own = {pair: [query_of[query].instruction for query in pair] for pair in pairs}
+        told: dict[str, Mapping[Pair, Sequence[str | None]]] = {
+            QUERY_ONLY: dict.fromkeys(pairs, (None, None)),
+            GENERIC: dict.fromkeys(pairs, _GENERIC),
+            **{f"{SHUFFLED}-{n}": {p: own[foreign[p]] for p in pairs} for n, foreign in enumerate(_foreign(pairs), 1)},
+            PARAPHRASED: {p: [i and _PARAPHRASE.format(instruction=i) for i in both] for p, both in own.items()},
+        }
+        asked: dict[str, list[Asked]] = {condition: [] for condition in CONDITIONS}
+        asked[AS_GIVEN] = [{query: query for pair in pairs for query in pair}]
+        asked[INVERTED] = [{query: other for a, b in pairs for query, other in ((a, b), (b, a))}]
         further: dict[str, Query] = {}
         twins: dict[str, str] = {}
-
-        def ask(condition: str, instructions: Mapping[Pair, Sequence[str | None]]) -> dict[str, str]:
-            """Ask the queries of each pair under two other instructions."""
-            asked = {}
-            for pair, both in instructions.items():
-                for query, instruction in zip(pair, both, strict=True):
-                    asked[query] = name = f"{query}~{condition.replace(' ', '-')}"
-                    further[name] = replace(query_of[query], id=name, instruction=instruction)
-                    twins[name] = query
-            return asked
-
-        plain = ask(QUERY_ONLY, dict.fromkeys(pairs, (None, None)))
-        for a, b in pairs:
-            if query_of[a].query == query_of[b].query:  # one ranking of both, so that p-MRR is exactly 0
-                del further[plain[b]], twins[plain[b]]
-                plain[b] = plain[a]
-        shuffled = [
-            ask(f"{SHUFFLED}-{number}", {pair: own[foreign[pair]] for pair in pairs})
-            for number, foreign in enumerate(_foreign(pairs), start=1)
-        ]
-        asked: dict[str, Sequence[Asked]] = {
-            AS_GIVEN: [{query: query for pair in pairs for query in pair}],
-            QUERY_ONLY: [plain],
-            GENERIC: [ask(GENERIC, dict.fromkeys(pairs, _GENERIC))],
-            SHUFFLED: shuffled,
-            INVERTED: [{query: other for a, b in pairs for query, other in ((a, b), (b, a))}],
-            PARAPHRASED: [
-                ask(PARAPHRASED, {pair: [i and _PARAPHRASE.format(instruction=i) for i in own[pair]] for pair in pairs})
-            ],
-        }
+        for name, instructions in told.items():
+            ids: dict[str, str] = {}
+            for (a, b), both in instructions.items():
+                for query, instruction in zip((a, b), both, strict=True):
+                    ids[query] = f"{query}~{name.replace(' ', '-')}"
+                    if query == b and name == QUERY_ONLY and query_of[a].query == query_of[b].query:
+                        ids[b] = ids[a]  # one ranking of both, so that p-MRR is exactly 0
+                        continue
+                    further[ids[query]] = replace(query_of[query], id=ids[query], instruction=instruction)
+                    twins[ids[query]] = query
+            asked[name.partition("-")[0]].append(ids)
         return cls(tuple(further.values()), twins, {name: several for name, several in asked.items() if several})
 
     def ask(self, task: Task) -> Task:
@@ -206,3 +207,71 @@ def _averaged(several: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str,
         for figure, values in several[0].items()
         if values
     }
+
+
+# ------------------------------------------------------------------------------------------------------------ gates
+
+
+def check_gate(settings: EvaluateSettings) -> None:
+    """Check before any work that the gate can be decided; InputError if not."""
+    gate, labels = settings.gate, list(settings.models)
+    if gate is None:
+        return
+    if gate not in labels[1:]:
+        why = "is the base itself" if gate in labels else f"is not a label of models; {nearest(gate, labels)}"
+        raise InputError.of("gate", gate, why, "give the label of a later model than the first, its base")
+    if not settings.controls:
+        raise InputError.of("gate", gate, "needs the controls", "leave controls unset")
+
+
+def require_gates(settings: EvaluateSettings, published: Published) -> None:
+    """Check a published evaluation, if the settings have a gate.
+
+    Raises:
+        GateError: some gates failed; one line each.
+        InputError: no task has changed instructions.
+    """
+    if settings.gate is None:
+        return
+    evaluated = results.read(place_of(published.address), "output")
+    if failed := list(failures(evaluated, settings.gate, settings.gates)):
+        raise GateError(*failed)
+    say(f"evaluate: {settings.gate} passes all gates")
+
+
+def failures(evaluated: Results, label: str, limits: GateSettings) -> Iterator[str]:
+    """Yield a line for each gate that a model fails: task, figure, value and limit.
+
+    Raises:
+        InputError: no task has changed instructions.
+    """
+    means, base = evaluated.obedience_means, next(iter(evaluated.models))
+    if not means.get(label):
+        raise InputError.of("gate", label, "no task has changed instructions", "evaluate InF-IR records or FollowIR")
+    for task, own in means[label].items():
+        for condition in (GENERIC, SHUFFLED, PARAPHRASED):
+            if condition not in own:
+                yield f"gate={label}: {task}: has no rankings under {condition} instructions; evaluate a model, not a run"
+        for figure, value, sign, limit in _limits(own, means[base][task], limits):
+            if not (value > limit if sign == ">" else value >= limit if sign == ">=" else abs(value) <= limit):
+                yield f"gate={label}: {task}: {figure} is {value:+.1f}, must be {sign} {limit:g}"
+
+
+def _limits(own: Means, base: Means, limits: GateSettings) -> Iterator[tuple[str, float, str, float]]:
+    """Yield figure, value in points, `>`, `>=` or `within +-`, and limit; figures without values have no gate."""
+
+    def gain(condition: str, figure: str, other: Means = base, reference: str | None = None) -> float | None:
+        one, two = own.get(condition, {}).get(figure), other.get(reference or condition, {}).get(figure)
+        return None if one is None or two is None else 100 * (one - two)
+
+    share, tolerance = own[AS_GIVEN].get("pairs reversed"), limits.tolerance
+    reversed_by_inverse = None if share is None else 100 * share
+    every = [("p-MRR above the base's", gain(AS_GIVEN, "p-MRR"), ">", 0.0)]
+    for name in (GENERIC, SHUFFLED):
+        every.append((f"p-MRR above the base's, {name} instructions,", gain(name, "p-MRR"), "within +-", tolerance))
+    every.append(("labelled pairs reversed by the inverse", reversed_by_inverse, ">=", limits.pairs_reversed))
+    for figure in (figure for figure in own[AS_GIVEN] if figure.endswith((" original", " changed"))):
+        moved = gain(PARAPHRASED, figure, own, AS_GIVEN)
+        every.append((f"{figure} above the base's", gain(AS_GIVEN, figure), ">=", -tolerance))
+        every.append((f"{figure}, change by a paraphrase,", moved, "within +-", tolerance))
+    yield from ((figure, value, sign, limit) for figure, value, sign, limit in every if value is not None)

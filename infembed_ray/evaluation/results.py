@@ -5,7 +5,6 @@ descriptions of tasks and models, and all means; `per_query.parquet` has one row
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,15 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infembed_ray.errors import InputError, in_one_line
-from infembed_ray.evaluation.metrics import convention, family
-from infembed_ray.evaluation.scoring import Obedience, Scores, means
-from infembed_ray.evaluation.tasks.task import Figure, Task
+from infembed_ray.evaluation.metrics import CONVENTIONS, FURTHER, family
+from infembed_ray.evaluation.tasks.task import Figure, Obedience, Scores, Task, means
 from infembed_ray.storage import durable
 from infembed_ray.storage.places import Place, errors_at, open_binary, read_text
 
 RESULTS_FILE = "results.json"
 PER_QUERY_FILE = "per_query.parquet"
 FORMAT = "infembed-results/2"
+"""Raise it when a measure is computed in another way: figures of one format can be compared."""
 
 _NAMES = ("condition", "model", "task", "figure", "query", "group")
 PER_QUERY = pa.schema([*((name, pa.string()) for name in _NAMES), ("value", pa.float64())])
@@ -73,7 +72,7 @@ class Results:
     depth: int
     """Documents per ranking."""
     obedience: Mapping[str, Mapping[str, Obedience]] = field(default_factory=dict)
-    """Label -> task with changed instructions -> condition -> values: of all models, BM25 and a constant."""
+    """Label -> task with changed instructions -> condition -> values: of all models, and BM25."""
 
     @property
     def measures(self) -> set[str]:
@@ -100,7 +99,7 @@ class Results:
 
 def conventions_of(measures: set[str]) -> dict[str, str]:
     """Return the conventions of rankings and of these measures, by name without cut-off."""
-    return {kind: convention(kind) for kind in ("ranking", *sorted(map(family, measures)))}
+    return {kind: CONVENTIONS.get(kind, FURTHER) for kind in ("ranking", *sorted(map(family, measures)))}
 
 
 def write(directory: Path, results: Results) -> None:
@@ -112,7 +111,6 @@ def write(directory: Path, results: Results) -> None:
         "format": FORMAT,
         "conventions": conventions_of(results.measures),
         "depth": results.depth,
-        "baseline": next(iter(results.models)),
         "tasks": {
             name: {
                 "figures": [asdict(figure) for figure in summary.figures],
@@ -147,7 +145,7 @@ def read(path: Place, name: str = "results") -> Results:
     """Read results from a published output of `infembed evaluate` or `infembed sweep`, which the setting `name` gives.
 
     Raises:
-        InputError: a file is missing or damaged, or its format or a convention differs from this version's.
+        InputError: a file is missing or damaged, or its format differs from this version's.
     """
     with errors_at(path, name):
         text = read_text(path / RESULTS_FILE)
@@ -164,17 +162,11 @@ def read(path: Place, name: str = "results") -> Results:
                 task: TaskSummary(figures[task], groups.get(task, {}), summary["about"], summary["content"])
                 for task, summary in plain["tasks"].items()
             }
-            results = Results(tasks, plain["models"], scores, int(plain["depth"]), obedience)
-            conventions: Mapping[str, str] = dict(plain["conventions"])
+            return Results(tasks, plain["models"], scores, int(plain["depth"]), obedience)
         except InputError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError, OSError, pa.ArrowException) as error:
             raise InputError.of(name, path, f"damaged ({in_one_line(error)})", "evaluate again") from error
-    for kind, expected in conventions_of(results.measures).items():
-        if (recorded := conventions.get(kind)) != expected:
-            fault = f"convention of {kind} is {recorded!r}, expected {expected!r}: the figures cannot be compared"
-            raise InputError.of(name, path / RESULTS_FILE, fault, "evaluate again")
-    return results
 
 
 def _read_values(
@@ -194,13 +186,7 @@ def _read_values(
         else:
             of_conditions = obedience.setdefault(model, {}).setdefault(task, {})
             of_task = of_conditions.setdefault(condition, {}).setdefault(figure, {})
-        if value is None or not math.isfinite(value):
-            raise ValueError(f"{PER_QUERY_FILE}: {model}, {task}, {figure}, query {query}: {value} is not finite")
         of_task[query] = value
         if group is not None:
             groups[task][query] = group
-    for task, of_figures in figures.items():
-        for shown in of_figures:
-            if len({frozenset(scores[model][task][shown.name]) for model in models}) > 1:
-                raise ValueError(f"{PER_QUERY_FILE}: {task}, {shown.name}: models have values of different queries")
     return scores, obedience, groups

@@ -36,6 +36,37 @@ class Column:
         return f"{shown:{'+' if sign else ''}.{self.decimals}f}"
 
 
+@dataclass(frozen=True)
+class Number:
+    """A number of a table, as it is shown."""
+
+    value: str
+    interval: str | None = None
+    """`[low, high]`."""
+    spread: str | None = None
+    """Standard deviation over seeds, after `±`."""
+    difference: str | None = None
+    """Difference to the baseline, with its sign, and `MARK` if it is significant."""
+    p_holm: float | None = None
+
+    @classmethod
+    def from_cell(cls, column: Column, cell: Compared, spread: float | None = None) -> Number:
+        """Format a cell and its standard deviation over seeds."""
+        mean, delta = cell.mean, cell.difference
+        return cls(
+            value=column.number(mean.value),
+            interval=f"[{column.number(mean.low)}, {column.number(mean.high)}]",
+            spread=None if spread is None else f"± {column.number(spread)}",
+            difference=None if delta is None else column.number(delta.value, sign=True) + MARK * cell.significant,
+            p_holm=cell.p,
+        )
+
+    @property
+    def text(self) -> str:
+        """Mean, difference to the baseline, significance: `0.928 +0.120*`."""
+        return f"{self.value} {self.difference}" if self.difference else self.value
+
+
 def columns(results: Results) -> dict[str, list[Column]]:
     """Return benchmark title -> its averages, if all their tasks were evaluated, then the figures of its tasks.
 
@@ -70,16 +101,6 @@ def cells(results: Results, column: Column, models: Sequence[str] | None = None)
         values = np.array([[of_one[query] for of_one in of_model] for query in queries])
         strata.append(Stratum.from_values(values, [(query in groups, groups.get(query, query)) for query in queries]))
     return dict(zip(models, compare(strata), strict=True))
-
-
-def text(column: Column, cell: Compared | None) -> str:
-    """Format a cell: `0.928 +0.120*` is mean, difference to the baseline, significance."""
-    if cell is None:
-        return "n/a"
-    mean, delta = cell.mean, cell.difference
-    if delta is None:
-        return column.number(mean.value)
-    return f"{column.number(mean.value)} {column.number(delta.value, sign=True)}{MARK if cell.significant else ''}"
 
 
 def note(baseline: str | None) -> str:

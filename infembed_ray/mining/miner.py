@@ -13,7 +13,7 @@ import numpy as np
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.config.mining import MineSettings
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.retrievers.retriever import PairReranker, TextEncoder
+from infembed_ray.evaluation.retrievers.baselines import PairReranker, TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import tables, tuples

@@ -28,20 +28,10 @@ def fill(text_format: str, **values: str) -> str:
     return re.sub(r"\{(\w+)\}", lambda placeholder: values[placeholder[1]], text_format)
 
 
-def split(text_format: str, placeholder: str, **values: str) -> tuple[str, str]:
-    """Return the filled-in text before a format's placeholder and the text after it."""
-    before, after = text_format.split(f"{{{placeholder}}}", 1)
-    return fill(before, **values), fill(after, **values)
-
-
-def query_format(settings: Any, query: Asked) -> str:
-    """Return the format for a query with or without an instruction; `{query}` if the settings have none."""
-    return (settings.instructed_query if query.instruction else settings.plain_query) or "{query}"
-
-
 def query_text(settings: Any, query: Asked) -> str:
-    """Format a query and its instruction, if it has one."""
-    return fill(query_format(settings, query), query=query.query, instruction=query.instruction or "")
+    """Format a query with or without an instruction; `{query}` if the settings have no format."""
+    text_format = (settings.instructed_query if query.instruction else settings.plain_query) or "{query}"
+    return fill(text_format, query=query.query, instruction=query.instruction or "")
 
 
 def passage_text(passage_format: str | None, text: str) -> str:

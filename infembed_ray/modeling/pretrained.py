@@ -1,4 +1,4 @@
-"""Loads what others trained: configurations, tokenizers, models and adapters of transformers, peft and sentence-transformers.
+"""Loads what others trained: configurations, tokenizers, models and adapters of transformers and peft.
 
 No other module calls `from_pretrained` or `from_config` of these libraries. transformers asks on the terminal whether to run
 the code of a model, initializes missing weights at random, and only warns; here both are errors.
@@ -7,7 +7,7 @@ the code of a model, initializes missing weights at random, and only warns; here
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from infembed_ray.errors import InputError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 _LISTED = 3
@@ -100,13 +99,12 @@ def build(config: Any, **options: Any) -> Any:
     return AutoModel.from_config(config, trust_remote_code=False, **options)
 
 
-def weights(kind: str, model: str, setting: str, auto: Any = None, **options: Any) -> Any:
+def weights(kind: str, model: str, setting: str, **options: Any) -> Any:
     """Load a model with its weights.
 
     Args:
         kind: auto class of transformers, such as `AutoModel`.
         model, setting: as of `config`.
-        auto: class to load instead of that of the configuration.
         options: options of `from_pretrained`.
 
     Raises:
@@ -114,12 +112,11 @@ def weights(kind: str, model: str, setting: str, auto: Any = None, **options: An
     """
     import transformers
 
-    auto = auto or getattr(transformers, kind)
     # Shapes that differ are among the findings then; otherwise they are an error with a table.
     checked: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
     remedy = "give a directory with config.json, tokenizer and safetensors, or a reachable hub name"
     with _loading(setting, "cannot be loaded", remedy):
-        loaded, info = auto.from_pretrained(model, **options, **checked)
+        loaded, info = getattr(transformers, kind).from_pretrained(model, **options, **checked)
     missing = {name for name in info["missing_keys"] if kind != "AutoModel" or not _of_pooler(name)}
     shapes = [f"{name} {tuple(file)} instead of {tuple(needed)}" for name, file, needed in info["mismatched_keys"]]
     for problem, names in (("has no weights for", missing), ("has weights of another shape:", shapes)):
@@ -194,74 +191,6 @@ def _require_all_adapters(adapted: Any, path: str) -> None:
     for problem, names in (("no weights for", needed - saved), ("weights of another model:", saved - needed)):
         if names:
             raise ValueError(f"{problem} {_listed(sorted(names))}")
-
-
-def sentence_transformer(
-    model: str, setting: str, device: str, dtype: torch.dtype, revision: str | None = None, **options: Any
-) -> Any:
-    """Load a model by sentence-transformers; `options` are further arguments of `SentenceTransformer`.
-
-    Raises:
-        InputError: it cannot be loaded, needs remote code, or lacks weights.
-    """
-    from sentence_transformers import SentenceTransformer
-    from transformers import PreTrainedModel
-
-    modules = list(_modules(model, revision)) or [("sentence_transformers.models.Transformer", "")]
-    for kind, folder in modules:
-        _require_bundled(setting, kind, *(read_json(model, join(folder, f), revision) for f in _MODULE_CONFIGS))
-    with _loading(setting):
-        loaded = SentenceTransformer(
-            model,
-            revision=revision,
-            device=device,
-            trust_remote_code=False,
-            model_kwargs={"dtype": dtype, "use_safetensors": True, "ignore_mismatched_sizes": True},
-            **options,
-        )
-    backbones = [
-        child
-        for module in loaded.modules()
-        if not isinstance(module, PreTrainedModel)
-        for child in module.children()
-        if isinstance(child, PreTrainedModel)
-    ]
-    folders = [folder for kind, folder in modules if kind.endswith("Transformer")]
-    for backbone, folder in zip(backbones, folders, strict=True):
-        # sentence-transformers drops what transformers finds; on the meta device it finds the same without the weights.
-        again = {"config": backbone.config, "subfolder": folder, "revision": revision, "device_map": "meta"}
-        weights("AutoModel", model, setting, auto=type(backbone), use_safetensors=True, **again)
-    require_finite(setting, loaded.named_parameters())
-    return loaded
-
-
-_MODULE_CONFIGS = ("config.json", "tokenizer_config.json", "sentence_bert_config.json")
-
-
-def _modules(model: str, revision: str | None) -> Iterator[tuple[str, str]]:
-    """Yield class and folder of each module of a sentence-transformers model, with those of a Router."""
-    for module in read_json(model, "modules.json", revision) or []:
-        folder = module.get("path", "")
-        yield module["type"], folder
-        if module["type"].endswith(".Router"):
-            for routed, kind in read_json(model, join(folder, "router_config.json"), revision)["types"].items():
-                yield kind, join(folder, routed)
-
-
-def _require_bundled(setting: str, kind: str, *configs: Mapping[str, Any]) -> None:
-    """Check that a module is one of sentence-transformers and that its files choose no code."""
-    if not kind.startswith("sentence_transformers."):
-        raise remote_code(setting, f"the module {kind}")
-    for config in configs:
-        if "auto_map" in config:
-            raise remote_code(setting, "auto_map")
-        activation = config.get("activation_function", "torch.")
-        if not activation.startswith("torch."):
-            raise remote_code(setting, f"the activation {activation}")
-        for options in (value for value in config.values() if isinstance(value, dict)):
-            for name, value in options.items():
-                if "kernel" in name or (name == "attn_implementation" and "/" in str(value)):
-                    raise remote_code(setting, f"{name}={value}")
 
 
 def join(folder: str, name: str) -> str:

@@ -32,8 +32,7 @@ class ModelReranker(ABC):
     model: Any
     tokenizer: Any
 
-    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
-        self.identity = identity
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int) -> None:
         self._settings = settings
         self._device = device
         self._batch_tokens = batch_tokens
@@ -117,8 +116,8 @@ class ModelReranker(ABC):
 class _Answering(ModelReranker):
     """Reads a prompt and answers with one of two tokens."""
 
-    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
-        super().__init__(settings, device, batch_tokens, identity)
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int) -> None:
+        super().__init__(settings, device, batch_tokens)
         vocabulary = self.tokenizer.get_vocab()
         answers = settings.answers or ()
         for token in answers:
@@ -182,8 +181,8 @@ class Causal(_Answering):
 
     model_class = "AutoModelForCausalLM"
 
-    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
-        super().__init__(settings, device, batch_tokens, identity)
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int) -> None:
+        super().__init__(settings, device, batch_tokens)
         self.tokenizer.padding_side = "left"  # the last column then holds the last token of every row
         if settings.adapter is not None and device != "meta":
             self.model = pretrained.with_adapters(self.model, settings.adapter).eval()
@@ -202,8 +201,8 @@ class Classifier(ModelReranker):
 
     model_class = "AutoModelForSequenceClassification"
 
-    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
-        super().__init__(settings, device, batch_tokens, identity)
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int) -> None:
+        super().__init__(settings, device, batch_tokens)
         if self.model.config.num_labels > 2:
             raise InputError(
                 f"model={settings.model}: has {self.model.config.num_labels} classes, but a reranker has one or two; "

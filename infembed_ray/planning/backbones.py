@@ -1,4 +1,4 @@
-"""The encoder to plan for: a model directory or hub model, or a architecture architecture without either."""
+"""The encoder to plan for: a model directory or hub model, or a listed architecture without either."""
 
 from __future__ import annotations
 

@@ -77,14 +77,6 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class HeldActivations:
-    """Bytes on one worker: `kept` by autograd for all graphs that exist at once, `working` of the backward pass."""
-
-    kept: float
-    working: float
-
-
-@dataclass(frozen=True)
 class StepMemory:
     """Bytes on one GPU at one moment; the components add up.
 
@@ -107,7 +99,7 @@ class StepMemory:
 
 def step_memory(
     weights: ModelSize,
-    activations: HeldActivations,
+    activations: float,
     workers: int,
     config: Mapping[str, Any],
     backward_passes: int = 1,
@@ -115,6 +107,7 @@ def step_memory(
     """Memory of one GPU at the peak of a step: at the start or the end of the backward pass, or in the update.
 
     Args:
+        activations: bytes of `SavedBytes.held`.
         config: the DeepSpeed JSON.
         backward_passes: of a step; the later ones find gradients of the earlier ones.
     """
@@ -154,7 +147,7 @@ def step_memory(
     at_first = replace(
         states,
         gradients=gradients if summed else 0.0,
-        activations=activations.kept + activations.working,
+        activations=activations,
         communication=buckets,
     )
     at_last = replace(states, communication=buckets + flat)
@@ -190,6 +183,10 @@ class SavedBytes:
     token: float
     checkpointed: float
     layer: float
+
+    def held(self, slots: float, checkpointing: bool) -> float:
+        """Return the bytes of graphs over `slots` tokens, with those of the layer in the backward pass."""
+        return slots * (self.checkpointed + 2 * self.layer if checkpointing else self.token + self.layer)
 
 
 class _FlashAttention(torch.autograd.Function):

@@ -28,7 +28,6 @@ from infembed_ray.modeling.tokenizer import Side
 from infembed_ray.planning.backbones import VOCABULARY, load
 from infembed_ray.planning.memory import (
     GIB,
-    HeldActivations,
     ModelSize,
     SavedBytes,
     StepMemory,
@@ -126,22 +125,18 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
     Raises:
         InputError: the settings do not fit each other, the model or the GPUs.
     """
-    dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
     if settings.gpu not in GPUS:
         raise InputError.of("gpu", settings.gpu, "unknown GPU", nearest(settings.gpu, GPUS))
     name, gib_of_gpu = GPUS[settings.gpu]
     settings = settings.model_copy(update={"gpus_per_worker": 1.0})
     deepspeed_config.check(settings)
     encoder = load(settings)
-    work = step_work(
-        settings, encoder, torch.device("cuda"), dtype, synthetic(settings, encoder), settings.epoch_records
-    )
-    size = ModelSize.of(encoder, settings)
-    memory = with_framework(tensor_memory(settings, work, size, saved_bytes(encoder, dtype)))
+    work, size, tensors = _step(settings, encoder, synthetic(settings, encoder), settings.epoch_records, cuda=True)
+    memory = with_framework(tensors)
     # GradCache repeats every forward pass but the last; checkpointing repeats each. A forward pass is a third.
     repeated = 1 - 1 / work.passes if settings.grad_cache_tokens else 0.0
     repeated += settings.activation_checkpointing
-    seconds = work.flops * (1 + repeated / 3) / ((peak_flops(name, dtype) or math.inf) * settings.mfu)
+    seconds = work.flops * (1 + repeated / 3) / ((peak_flops(name, dtype_of(settings)) or math.inf) * settings.mfu)
     hours, price = seconds * work.steps / 3600, settings.gpu_usd_per_hour
     return TrainPlan(
         model=settings.model,
@@ -158,24 +153,25 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
     )
 
 
-def tensor_memory(settings: TrainSettings, work: StepWork, size: ModelSize, saved: SavedBytes) -> StepMemory:
-    """Compute the memory of a worker's tensors at the peak of a step."""
-    layer = work.graph_slots * saved.layer
-    held = HeldActivations(work.graph_slots * saved.token, layer)
-    if settings.activation_checkpointing:
-        held = HeldActivations(work.graph_slots * saved.checkpointed, 2 * layer)
-    passes = round(work.passes) if settings.grad_cache_tokens else 1
-    return step_memory(size, held, settings.workers, deepspeed_config.deepspeed_config(settings), passes)
+def tensor_memory(settings: TrainSettings, size: ModelSize, saved: SavedBytes, slots: int, passes: float) -> StepMemory:
+    """Compute the memory of a worker's tensors at the peak of a step; `slots` and `passes` as in `StepWork`."""
+    held, config = saved.held(slots, settings.activation_checkpointing), deepspeed_config.deepspeed_config(settings)
+    return step_memory(size, held, settings.workers, config, round(passes) if settings.grad_cache_tokens else 1)
 
 
-def peak_memory(settings: TrainSettings, encoder: InstructionEncoder, records: Sequence[TrainingRecord]) -> float:
-    """Compute the bytes of one worker at the peak of a step, with the layout, workers and device of the settings."""
-    dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
-    on_gpu = settings.gpus_per_worker > 0
-    work = step_work(settings, encoder, torch.device("cuda" if on_gpu else "cpu"), dtype, records, len(records))
+def _step(
+    settings: TrainSettings, encoder: InstructionEncoder, records: Sequence[TrainingRecord], number: int, cuda: bool
+) -> tuple[StepWork, ModelSize, StepMemory]:
+    """Count a worker's part of a step, and the memory of its tensors; arguments as of `step_work`."""
+    dtype = dtype_of(settings)
+    work = step_work(settings, encoder, torch.device("cuda" if cuda else "cpu"), dtype, records, number)
     size = ModelSize.of(encoder, settings)
-    memory = tensor_memory(settings, work, size, saved_bytes(encoder, dtype))
-    return with_framework(memory).total if on_gpu else memory.total
+    return work, size, tensor_memory(settings, size, saved_bytes(encoder, dtype), work.graph_slots, work.passes)
+
+
+def dtype_of(settings: TrainSettings) -> torch.dtype:
+    """Return the type of the numbers of a step."""
+    return torch.bfloat16 if settings.precision == "bf16" else torch.float32
 
 
 def step_work(
@@ -321,10 +317,11 @@ def describe(settings: TrainSettings) -> Iterator[str]:
             f"steps: {sampler.steps_per_epoch:,} per epoch, {sampler.steps:,} in {counted(settings.epochs, 'epoch')}, on "
             f"{counted(settings.workers, 'worker')}" + (f"; {done:,} are done" if done else "")
         )
-        memory = peak_memory(inputs.settings, encoder, rows)
-    weights = ModelSize.of(encoder, settings)
+        cuda = settings.gpus_per_worker > 0
+        _, weights, tensors = _step(inputs.settings, encoder, rows, len(rows), cuda)
     yield f"model: {weights.parameters / 1e6:,.1f} M parameters, {weights.trained / 1e6:,.1f} M trained"
-    of = "of each GPU" if settings.gpus_per_worker else "of CPU memory for the tensors of each worker"
-    yield f"memory: about {gib(memory)} {of} at the peak of a step"
+    of = "of each GPU" if cuda else "of CPU memory for the tensors of each worker"
+    memory = with_framework(tensors) if cuda else tensors
+    yield f"memory: about {gib(memory.total)} {of} at the peak of a step"
     states = KEEP_LAST + (settings.validation is not None) + 1
     yield require_space_of_workers(step, _WEIGHT_BYTES * weights.parameters + states * _STATE_BYTES * weights.trained)

@@ -109,7 +109,7 @@ def run_stages(root: Path, backbone: str) -> QuickstartOutputs:
         model=backbone,
         output=str(root / "checkpoint"),
         records_per_step=4,
-        instruction_negatives=3,
+        instruction_negatives=1,
     )
     checkpoint = _run(
         "MiniLM with multi{P,I} on the training topics: Ray Train, 2 workers, DeepSpeed ZeRO-2", train, training
@@ -120,13 +120,12 @@ def run_stages(root: Path, backbone: str) -> QuickstartOutputs:
         models={BEFORE: backbone, AFTER: checkpoint.address},
         distractors=str(SEEDS),
         output=str(root / "results"),
-        actors=2,
     )
     evaluated = _run("before and after, on topics the model has not seen", evaluate, evaluation)
     if not evaluated.fresh:  # the stage prints the table only when it runs
         say(of_evaluation(evaluated.address, results.read(evaluated.path)).as_text())
     corpus = _write_corpus(root / CORPUS, made)
-    indexing = IndexSettings(corpus=str(corpus), model=checkpoint.address, output=str(root / "index"), actors=2)
+    indexing = IndexSettings(corpus=str(corpus), model=checkpoint.address, output=str(root / "index"))
     built = _run("all passages of the sample, in two FAISS shards", index, indexing)
     return QuickstartOutputs(made, analysis, checkpoint, evaluated, built)
 

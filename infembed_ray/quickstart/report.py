@@ -37,7 +37,7 @@ def write_report(
         funnel=funnel,
         models=list(results.models),
         figures=list(_figures(results)),
-        text=tables.text,
+        number=tables.Number.from_cell,
         first={model: _first(results, model) for model in results.models},
         note=tables.note(repr(next(iter(results.models)))),
         rankings=rankings,

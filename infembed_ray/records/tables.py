@@ -241,7 +241,7 @@ def data_files(path: Place, name: str, split: str | None = None) -> list[Path] |
         if files:
             taken = [file for file in files if split is None or split_of(file) in (None, split)]
             if not taken:
-                splits = {found for found in map(split_of, files) if found is not None}
+                splits = {of_file for of_file in map(split_of, files) if of_file is not None}
                 raise InputError(f"split={split}: {name}={path} has none; found {', '.join(sorted(splits))}")
             return taken
     raise InputError(f"{name}={path}: no data files in this directory; give {', '.join(FORMATS)}")
@@ -249,10 +249,10 @@ def data_files(path: Place, name: str, split: str | None = None) -> list[Path] |
 
 def split_of(file: Place) -> str | None:
     """Return the split of a file: in its name, as on the Hugging Face hub, or its directory in a saved `DatasetDict`."""
-    found = _SHARD.fullmatch(file.stem)
-    if found and found["split"] == "data":  # `save_to_disk` of datasets
+    shard = _SHARD.fullmatch(file.stem)
+    if shard and shard["split"] == "data":  # `save_to_disk` of datasets
         return file.parent.name if (file.parent.parent / "dataset_dict.json").is_file() else None
-    return found["split"] if found else None
+    return shard["split"] if shard else None
 
 
 def hidden(path: PurePath) -> bool:
@@ -426,13 +426,12 @@ def mapping(
     for key in columns:
         if key not in ours:
             raise InputError(f"columns.{key}: unknown column of a {row.__name__.lower()}: {nearest(key, ours)}")
-    found_as: dict[str, str] = {}
+    column_of: dict[str, str] = {}
     missing: dict[str, str] = {}
     for own in ours:
         candidates = (columns[own],) if own in columns else (own, *ALIASES.get(own, ()))
-        found = [candidate for candidate in candidates if candidate in present]
-        if found:
-            found_as[own] = found[0]
+        if theirs := next((name for name in candidates if name in present), None):
+            column_of[own] = theirs
         elif own in columns or own in _required(row):
             missing[own] = candidates[0]
     if missing:
@@ -440,4 +439,4 @@ def mapping(
             f"{name}={path}: no column {', '.join(missing.values())} (found: {', '.join(map(str, present))}); set "
             + ", ".join(f"columns.{own}=<its name>" for own in missing)
         )
-    return found_as
+    return column_of

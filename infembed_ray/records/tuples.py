@@ -123,17 +123,17 @@ def _rows(file: Place, seen: set[str], name: str, columns: Columns) -> Iterator[
     for number, values in enumerate(raw_rows(file, name), start=1):
         if not present or not values.keys() <= present.keys():  # a row of JSON may have columns that others lack
             present |= values
-            found = _found(present, f"{name}={file}", columns)
+            theirs = _columns_of(present, f"{name}={file}", columns)
         where = f"{name}={file}: row {number}"
-        yield _example(values, found, where, of_file, seen)
+        yield _example(values, theirs, where, of_file, seen)
 
 
-def _found(present: Collection[str], where: str, columns: Columns) -> dict[str, list[str]]:
+def _columns_of(present: Collection[str], where: str, columns: Columns) -> dict[str, list[str]]:
     """Map our columns to those that a file has."""
     for key in columns:
         if key not in COLUMNS:
             raise InputError(f"columns.{key}: unknown column of a training tuple: {nearest(key, COLUMNS)}")
-    found = {}
+    theirs = {}
     for own in COLUMNS:
         given = columns.get(own)
         names = [given] if isinstance(given, str) else list(given or ())
@@ -144,18 +144,18 @@ def _found(present: Collection[str], where: str, columns: Columns) -> dict[str, 
                 f"{where}: no column {', '.join(missing) or own} (found: {', '.join(map(str, present))}); "
                 f"set columns.{own}=<its name>"
             )
-        found[own] = candidates
-    several = [own for own, names in found.items() if len(names) > 1 and own not in (*_PASSAGES, *_SCORES)]
+        theirs[own] = candidates
+    several = [own for own, names in theirs.items() if len(names) > 1 and own not in (*_PASSAGES, *_SCORES)]
     if several:
-        raise InputError(f"columns.{several[0]}={found[several[0]]}: is one text; give one column")
-    return found
+        raise InputError(f"columns.{several[0]}={theirs[several[0]]}: is one text; give one column")
+    return theirs
 
 
 def _example(
-    values: Mapping[str, Any], found: Mapping[str, Sequence[str]], where: str, split: str | None, seen: set[str]
+    values: Mapping[str, Any], theirs: Mapping[str, Sequence[str]], where: str, split: str | None, seen: set[str]
 ) -> Example:
     text = {}
-    for own, names in found.items():
+    for own, names in theirs.items():
         if names and own not in (*_PASSAGES, *_SCORES):
             value = text_of(values.get(names[0]), f"{where}: column {names[0]}")
             if value is not None and value.strip():
@@ -167,18 +167,18 @@ def _example(
     if split is not None:
         text.setdefault("split", split)
     if "query" not in text:
-        raise InputError(f"{where}: column {found['query'][0]} is empty; fill it or drop the row")
+        raise InputError(f"{where}: column {theirs['query'][0]} is empty; fill it or drop the row")
     lists: dict[str, tuple[Any, ...]] = {
         own: tuple(
             convert(value, f"{where}: column {column}")
-            for column in found[own]
+            for column in theirs[own]
             for value in _listed(values.get(column))
         )
         for convert, owns in ((_passage, _PASSAGES), (_score, _SCORES))
         for own in owns
     }
     if not lists["positives"]:
-        raise InputError(f"{where}: column {found['positives'][0]} has no passage; give a positive, or drop the row")
+        raise InputError(f"{where}: column {theirs['positives'][0]} has no passage; give a positive, or drop the row")
     if both := set(lists["positives"]) & set(lists["negatives"]):
         raise InputError(f"{where}: a negative is one of the positives: {min(both)[:60]!r}; drop it from the negatives")
     _require_scores(lists, where)

@@ -75,7 +75,7 @@ def _cross_encoder(settings: ServeSettings, rerank: RerankSettings) -> RerankerA
         raise InputError.of("rerank.model.kind", reranker.kind, "does not read query and passage together", remedy)
     path = checkpoint.locate(reranker.model, "rerank.model", reranker.revision).path
     if Path(path).is_absolute():
-        KINDS[reranker.kind](reranker, "meta", BATCH_TOKENS, "")  # raises if model and kind do not fit
+        KINDS[reranker.kind](reranker, "meta", BATCH_TOKENS)  # raises if model and kind do not fit
     fingerprint = checkpoint.fingerprint(path, json.dumps(reranker.identity(), sort_keys=True))
     formats = {name: value for name, value in own.items() if name != "model"}
     return RerankerArguments(model=path, fingerprint=fingerprint, reranker=formats, settings=settings)
@@ -105,7 +105,7 @@ def load(arguments: RerankerArguments) -> PairScorer:
     else:
         own = {**arguments.reranker, "model": checkpoint.local(arguments.model)}
         reranker = RetrieverSettings.from_mapping(own, "rerank.model.")
-        model = rerankers.KINDS[reranker.kind](reranker, device, BATCH_TOKENS, arguments.fingerprint)
+        model = rerankers.KINDS[reranker.kind](reranker, device, BATCH_TOKENS)
         scorer = pair_scorer.CrossEncoder(model)
     scorer.score(*WARM_UP)
     return scorer

@@ -20,18 +20,21 @@ from torch import Tensor, nn
 
 communication: Any = importlib.import_module("deepspeed.comm.torch")
 """DeepSpeed's communication backend. `import deepspeed.comm.torch as ...` may give torch itself, which `deepspeed.comm` imports."""
+compiler: Any = importlib.import_module("deepspeed.runtime.compiler")
 SHARDED_STATES = "*zero_pp_rank_*_optim_states.pt"
 """Files of a ZeRO checkpoint; their names tell a sharded checkpoint from one of stage 0."""
 WHOLE_STATE = "mp_rank_00_model_states.pt"
 """File of a stage-0 checkpoint that holds the weights. `zero_to_fp32` reads sharded checkpoints only."""
 
 
-def skip_shared_memory_op() -> None:
-    """Keep DeepSpeed from compiling its shared-memory op, which only inference uses, when it connects CPU workers.
+def skip_builds() -> None:
+    """Keep DeepSpeed from building what training does not use; there is no setting.
 
-    Replaces `build_shm_op` of its communication backend; there is no setting.
+    It compiles a shared-memory op of inference when it connects CPU workers, by `build_shm_op` of its communication
+    backend. Every engine imports the Muon optimizer, and the decorator `compiler.compile()` of Muon imports Inductor.
     """
     communication.build_shm_op = lambda: None
+    compiler.compile = lambda: compiler.dummy_decorator
 
 
 def partitioner(config: dict[str, Any], dtype: torch.dtype) -> Callable[[nn.Parameter], None]:

@@ -32,7 +32,7 @@ from infembed_ray.training.preparation import Pass
 def connect(settings: TrainSettings) -> None:
     """Connect the workers under DeepSpeed, unless they are connected already."""
     _set_single_process_environment()
-    deepspeed_compat.skip_shared_memory_op()
+    deepspeed_compat.skip_builds()
     deepspeed.init_distributed(dist_backend=None if settings.gpus_per_worker else "gloo", verbose=False)
 
 

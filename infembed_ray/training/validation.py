@@ -15,10 +15,9 @@ import torch
 from infembed_ray.config.training import TrainSettings, ValidationSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.obedience import GENERIC, SHUFFLED, Controls, word_overlap
-from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.search import DEPTH, exact_search
 from infembed_ray.evaluation.tasks.infir import instruction_following
-from infembed_ray.evaluation.tasks.task import Task
+from infembed_ray.evaluation.tasks.task import Task, means, score
 from infembed_ray.records import tables
 from infembed_ray.records.tables import MADE_ID, Record
 from infembed_ray.records.tuples import TrainingRecord

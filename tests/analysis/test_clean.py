@@ -8,7 +8,7 @@ import pytest
 
 from infembed_ray.analysis.analyze import run
 from infembed_ray.analysis.clean import Removal, removals
-from infembed_ray.analysis.inputs import read
+from infembed_ray.analysis.figures import read
 from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.records import tables

@@ -51,6 +51,7 @@ def command(seeds: Path, output: Path, url: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_in_mid_run_stops_the_command_and_the_same_command_resumes(
     seeds: Path, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 def test_search_with_instructions(run: Run, minilm: str, tmp_path: Path) -> None:
     _, _, searched, cosines, filtered = run("search_with_instructions")
     matrix = np.array(ast.literal_eval(re.search(r"\[\[.*\]\]", cosines, re.DOTALL)[0]))  # type: ignore[index]

@@ -14,7 +14,7 @@ from tests.docs.pages import ROOT
 
 pytest.importorskip("mkdocs", reason="pip install 'infembed-ray[docs]'")
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 LOADED = re.compile(r"""<(?:script|img|iframe|source)\b[^>]*\bsrc="?(?P<src>https?:[^" >]+)|<link\b(?P<link>[^>]*)>""")
 

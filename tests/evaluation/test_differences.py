@@ -8,8 +8,8 @@ from infembed_ray.evaluation.differences import PASSAGES, VALUES, keep, largest
 from infembed_ray.evaluation.metrics import ranks
 from infembed_ray.evaluation.paper.results_report import of_evaluation
 from infembed_ray.evaluation.results import Results, TaskSummary
-from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks.infir import instruction_following
+from infembed_ray.evaluation.tasks.task import score
 from tests.evaluation.tasks.test_infir import record
 from tests.support.pages import Page
 

@@ -20,15 +20,13 @@ from infembed_ray.cli.main import main
 from infembed_ray.config.evaluation import EvaluateSettings, GateSettings, RetrieverSettings
 from infembed_ray.errors import GateError
 from infembed_ray.evaluation import results, tables
-from infembed_ray.evaluation.chunks import TEXTS, of_queries
+from infembed_ray.evaluation.chunks import TEXTS, Store, of_queries
 from infembed_ray.evaluation.distributed import ComputeChunk, run
-from infembed_ray.evaluation.embeddings import Store
 from infembed_ray.evaluation.inputs import EvaluatedModel
 from infembed_ray.evaluation.obedience import CONDITIONS
 from infembed_ray.evaluation.retrievers import baselines, runs
-from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks import catalogue
-from infembed_ray.evaluation.tasks.task import Query
+from infembed_ray.evaluation.tasks.task import Query, score
 from infembed_ray.modeling.encoder import InstructionEncoder
 from tests.evaluation import published as layouts
 from tests.evaluation.retrievers import models
@@ -103,7 +101,7 @@ def small_chunks():
 
 @pytest.mark.ray
 def test_candidates_exclusions_rerankers_and_bm25_rank_as_in_one_process(published, settings):
-    found = results.read(published.path).scores
+    evaluated = results.read(published.path).scores
     loaded = {
         name: baselines.load(baselines.resolve(label, settings.models[label]))
         for name, label in (("base", "query first"), ("bm25", "bm25"), ("cross", "cross"))
@@ -114,7 +112,7 @@ def test_candidates_exclusions_rerankers_and_bm25_rank_as_in_one_process(publish
         for label, ranked in in_one_process(task, **loaded).items():
             label = "query first" if label == "base" else label
             for figure, values in score(task, ranked).items():
-                assert found[label][name][figure] == pytest.approx(values, abs=1e-6), (label, name, figure)
+                assert evaluated[label][name][figure] == pytest.approx(values, abs=1e-6), (label, name, figure)
             written = runs.read(
                 published.path / "runs" / runs.file_name(label) / f"{runs.file_name(name)}.run.gz", "runs"
             )
@@ -140,19 +138,19 @@ def in_one_process(task, base, bm25, cross):
 
 @pytest.mark.ray
 def test_published_counts_tasks_and_models(published, settings):
-    found = results.read(published.path)
-    counted = [asked.about for asked in found.tasks.values()]
-    assert list(found.tasks) == [*BENCHMARKS, "records"]
+    evaluated = results.read(published.path)
+    counted = [asked.about for asked in evaluated.tasks.values()]
+    assert list(evaluated.tasks) == [*BENCHMARKS, "records"]
     assert counted[2].items() >= {"queries": 15, "passages": 15 + 50, "distractors": 50}.items()
     totals = {name: sum(about[name] for about in counted) for name in ("queries", "passages")}
     assert published.manifest["counts"] == {"tasks": 3, **totals}
-    assert published.manifest["figures"] == found.figures
-    assert found.models["query first"]["model"] == settings.models["query first"]
+    assert published.manifest["figures"] == evaluated.figures
+    assert evaluated.models["query first"]["model"] == settings.models["query first"]
     assert "| query first |" in (published.path / "table.md").read_text()
     assert "query first" in Page((published.path / "report.html").read_text()).text
 
 
-def test_two_runs_are_compared_by_judgements_alone_without_ray(tmp_path, monkeypatch):
+def test_two_runs_are_compared_without_ray(tmp_path, monkeypatch):
     """Values and significance by pytrec_eval and by all exchanges of the five differences."""
     monkeypatch.setattr("infembed_ray.evaluation.distributed.connect", lambda: pytest.fail("no cluster is needed"))
     rng = np.random.default_rng(1)
@@ -160,27 +158,32 @@ def test_two_runs_are_compared_by_judgements_alone_without_ray(tmp_path, monkeyp
     rankings = {
         name: {q: {f"d{d}": float(rng.random()) for d in range(12)} for q in qrels} for name in ("theirs", "mine")
     }
-    lines = [f"{q} 0 {d} {grade}\n" for q, judged in qrels.items() for d, grade in judged.items()]
-    (tmp_path / "qrels.txt").write_text("".join(lines))
+    write_jsonl(tmp_path / "corpus.jsonl", [{"_id": f"d{d}", "text": f"passage {d}"} for d in range(12)])
+    write_jsonl(tmp_path / "queries.jsonl", [{"_id": q, "text": f"query {q}"} for q in qrels])
+    judged = [{"query-id": q, "corpus-id": d, "score": grade} for q in qrels for d, grade in qrels[q].items()]
+    (tmp_path / "qrels").mkdir()
+    write_jsonl(tmp_path / "qrels" / "test.jsonl", judged)
     for name, ranking in rankings.items():
         lines = [f"{q} Q0 {d} 0 {score!r} x\n" for q, docs in ranking.items() for d, score in docs.items()]
         (tmp_path / f"{name}.run").write_text("".join(lines))
     given = {name: {"kind": "run", "model": str(tmp_path / f"{name}.run")} for name in rankings}
-    settings = {"tasks": [f"{tmp_path}/qrels.txt"], "measures": ["nDCG@10"], "models": given}
+    task = str(tmp_path)
+    settings = {"tasks": [task], "measures": ["nDCG@10"], "models": given}
 
     done = run(EvaluateSettings(**settings, output=str(tmp_path / "out")))
 
-    task = f"{tmp_path}/qrels.txt"
-    found = results.read(done.path)
+    evaluated = results.read(done.path)
     evaluator = pytrec_eval.RelevanceEvaluator(qrels, {"ndcg_cut.10"})
     for name, ranking in rankings.items():
         expected = {q: values["ndcg_cut_10"] for q, values in evaluator.evaluate(ranking).items()}
-        assert found.scores[name][task]["nDCG@10"] == pytest.approx(expected, abs=1e-9)
-    changes = [found.scores["mine"][task]["nDCG@10"][q] - found.scores["theirs"][task]["nDCG@10"][q] for q in qrels]
+        assert evaluated.scores[name][task]["nDCG@10"] == pytest.approx(expected, abs=1e-9)
+    changes = [
+        evaluated.scores["mine"][task]["nDCG@10"][q] - evaluated.scores["theirs"][task]["nDCG@10"][q] for q in qrels
+    ]
     sums = [abs(sum(s * c for s, c in zip(signs, changes, strict=True))) for signs in product((1, -1), repeat=5)]
     p_value = sum(total >= abs(sum(changes)) - 1e-12 for total in sums) / 32
-    column = tables.columns(found)[task][0]
-    assert tables.cells(found, column)["mine"].p == pytest.approx(p_value)
+    column = tables.columns(evaluated)[task][0]
+    assert tables.cells(evaluated, column)["mine"].p == pytest.approx(p_value)
     assert "Where the models differ most" in Page((done.path / "report.html").read_text()).text
 
 
@@ -190,14 +193,12 @@ def stored(directory):
 
 
 @pytest.mark.ray
-def test_stored_chunks_are_reused_and_damaged_ones_replaced(published, settings, query_first, tmp_path):
+def test_stored_chunks_are_reused(published, settings, query_first, tmp_path):
     root = Path(settings.output) / "embeddings"
     before = stored(Store(root, baselines.identity(baselines.resolve("x", query_first))).directory)
-    gone, cut, infinite, *_ = sorted(before)
-    contents = {file: file.read_bytes() for file in before}
+    gone, *_ = sorted(before)
+    content = gone.read_bytes()
     gone.unlink()
-    cut.write_bytes(contents[cut][:-100])
-    Store.write(infinite, np.full_like(np.load(infinite), np.inf))
     change = {
         "models": {"query first": query_first},
         "first_stage": None,
@@ -207,21 +208,21 @@ def test_stored_chunks_are_reused_and_damaged_ones_replaced(published, settings,
     with small_chunks():
         again = run(settings.model_copy(update=change))
     assert again.manifest["figures"]["query first"] == published.manifest["figures"]["query first"]
-    assert {file: file.read_bytes() for file in before} == contents
+    assert gone.read_bytes() == content
     after = stored(root)
-    assert {file for file in before if after[file] != before[file]} == {gone, cut, infinite}
+    assert {file for file in before if after[file] != before[file]} == {gone}
 
 
 @pytest.mark.ray
 def test_controls_are_asked_of_every_model_and_are_in_every_report(published, settings):
-    found = results.read(published.path)
-    assert list(found.obedience) == list(settings.models)  # BM25 is a model here
-    assert all(list(of_model) == ["followir/core17", "records"] for of_model in found.obedience.values())
-    means = found.obedience_means
+    evaluated = results.read(published.path)
+    assert list(evaluated.obedience) == list(settings.models)  # BM25 is a model here
+    assert all(list(of_model) == ["followir/core17", "records"] for of_model in evaluated.obedience.values())
+    means = evaluated.obedience_means
     for label in settings.models:
         own = means[label]["records"]
         assert list(own) == list(CONDITIONS)
-        assert own["as given"]["p-MRR"] == found.figures[label]["records"]["p-MRR"]
+        assert own["as given"]["p-MRR"] == evaluated.figures[label]["records"]["p-MRR"]
         assert own["query only"]["p-MRR"] == 0
         assert own["inverted"]["p-MRR"] == pytest.approx(-own["as given"]["p-MRR"])
         assert own["shuffled"]["p-MRR"] != own["generic"]["p-MRR"]
@@ -260,11 +261,11 @@ def test_published_runs_give_the_same_figures_without_the_model(published, setti
             }
         )
     )
-    before, found = results.read(published.path), results.read(again.path)
-    assert found.scores["again"] == before.scores["query first"]
-    assert found.obedience["again"] == before.obedience["query first"]
-    assert list(found.obedience) == ["again", "BM25"]
-    assert found.obedience["BM25"]["records"].keys() == set(CONDITIONS)
+    before, evaluated = results.read(published.path), results.read(again.path)
+    assert evaluated.scores["again"] == before.scores["query first"]
+    assert evaluated.obedience["again"] == before.obedience["query first"]
+    assert list(evaluated.obedience) == ["again", "BM25"]
+    assert evaluated.obedience["BM25"]["records"].keys() == set(CONDITIONS)
 
 
 def settings_file(settings):
@@ -282,7 +283,7 @@ def test_embeddings_that_are_not_finite_are_rejected_and_not_stored(ray_cluster,
     encoder.save_pretrained(tmp_path / "diverged")
     model = EvaluatedModel("diverged", baselines.resolve("diverged", str(tmp_path / "diverged")), {}, {})
     chunks = ray.put(of_queries([Query("1", "what is bread")]))
-    row = ComputeChunk(model, "identity", tmp_path / "store", chunks, "cpu", 1024)({"id": 0})
+    row = ComputeChunk(model, Store(tmp_path / "store", "identity"), chunks, "cpu", 1024)({"id": 0})
     assert re.match(r"models\.diverged=.*: its embedding of query 'what is bread' is not finite", row["fault"])
     assert not stored(tmp_path / "store")
 

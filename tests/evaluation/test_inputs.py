@@ -52,10 +52,10 @@ def test_inputs_have_all_models_and_tasks_with_shared_corpora(settings):
 
 def test_corpora_that_are_not_shared_give_the_same_identity_without_a_copy(settings, tmp_path):
     here = settings.model_copy(update={"embeddings": str(tmp_path)})
-    found = resolve(here, share_corpora=False)
+    resolved = resolve(here, share_corpora=False)
     assert not list(tmp_path.iterdir())
-    assert found.step(here).identity == resolve(here).step(here).identity
-    assert all(task.corpus_file.is_file() for task in found.tasks)  # where the second call wrote them
+    assert resolved.step(here).identity == resolve(here).step(here).identity
+    assert all(task.corpus_file.is_file() for task in resolved.tasks)  # where the second call wrote them
 
 
 def test_the_identity_changes_with_tasks_and_the_order_of_models(settings):
@@ -127,7 +127,7 @@ def test_inputs_in_an_object_store_are_those_of_directories(settings, minilm, bu
     ]
     # The driver has the corpora, and what checks the model: no records, no weights.
     assert not [n for n in listing(tmp_path / "scratch") if n.endswith((".safetensors", ".bin", ".jsonl", ".parquet"))]
-    encoders = [baselines.load(found.models[0].retriever, known="x") for found in (local, stored)]
+    encoders = [baselines.load(resolved.models[0].retriever) for resolved in (local, stored)]
     assert np.array_equal(*(encoder.encode_passages(["a passage"]) for encoder in encoders))
 
 

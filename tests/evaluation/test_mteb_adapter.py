@@ -13,10 +13,10 @@ import pytest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import mteb_adapter
 from infembed_ray.evaluation.metrics import trec_measures
-from infembed_ray.evaluation.scoring import means, score
+from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.search import exact_search
 from infembed_ray.evaluation.tasks import catalogue
-from infembed_ray.evaluation.tasks.task import Query
+from infembed_ray.evaluation.tasks.task import Query, means, score
 from infembed_ray.modeling.encoder import InstructionEncoder
 from tests.evaluation import published
 from tests.evaluation.in_mteb import NAMES, in_mteb, theirs
@@ -50,8 +50,7 @@ class Remembering:
 
     def __init__(self, encoder):
         self.encoder = encoder
-        self.identity = encoder.identity
-        self.known = {}
+        self.embeddings = {}
 
     def encode_queries(self, queries):
         return self._all([(q.query, q.instruction) for q in queries], queries, self.encoder.encode_queries)
@@ -60,10 +59,10 @@ class Remembering:
         return self._all(texts, texts, self.encoder.encode_passages)
 
     def _all(self, keys, texts, encode):
-        new = {key: text for key, text in zip(keys, texts, strict=True) if key not in self.known}
+        new = {key: text for key, text in zip(keys, texts, strict=True) if key not in self.embeddings}
         if new:
-            self.known |= dict(zip(new, encode(list(new.values())), strict=True))
-        return np.stack([self.known[key] for key in keys])
+            self.embeddings |= dict(zip(new, encode(list(new.values())), strict=True))
+        return np.stack([self.embeddings[key] for key in keys])
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +124,11 @@ def test_followir_agrees_with_mteb(name, mirror, encoder):
     task = catalogue.load(name, str(mirror))
     other = in_mteb(name, mirror)
     scores = theirs(other, encoder)
-    run, found = ours(task, encoder)
+    run, scored = ours(task, encoder)
     assert_same_rankings(run, other.run)
     assert_same_values(task, run, other.seen)
     main, beside = task.figures
-    averages = means(found)
+    averages = means(scored)
     assert averages[main.name] == pytest.approx(scores["p-MRR"], abs=1e-6)
     assert averages[main.name] != 0
     key = beside.measure.lower().replace("@", "_at_")
@@ -145,10 +144,10 @@ def test_bright_agrees_with_version_1_1_of_mteb(subset, mirror, encoder):
     task = catalogue.load(f"bright/{subset}", str(mirror))
     other = in_mteb(f"bright/{subset}", mirror)
     scores = theirs(other, encoder)
-    run, found = ours(task, encoder)
+    run, scored = ours(task, encoder)
     assert_same_rankings(run, other.run)
     assert_same_values(task, run, other.seen)
-    assert means(found)["nDCG@10"] == pytest.approx(scores["ndcg_at_10"], abs=ROUNDING)
+    assert means(scored)["nDCG@10"] == pytest.approx(scores["ndcg_at_10"], abs=ROUNDING)
     assert bool(task.excluded) == (subset == "leetcode")
     assert not any(task.excluded.get(query, frozenset()) & ranking.keys() for query, ranking in other.run.items())
 
@@ -157,10 +156,10 @@ def test_instructir_agrees(mirror, encoder):
     task = catalogue.load("instructir", str(mirror))
     other = in_mteb("instructir", mirror)
     scores = theirs(other, encoder)
-    run, found = ours(task, encoder)
+    run, scored = ours(task, encoder)
     assert_same_rankings(run, other.run)
     assert_same_values(task, run, other.seen)
-    averages = means(found)
+    averages = means(scored)
     assert averages["Robustness@10"] == pytest.approx(scores["robustness_at_10"], abs=1e-6)
     assert averages["nDCG@10"] == pytest.approx(scores["ndcg_at_10"], abs=ROUNDING)
     assert 0 < averages["Robustness@10"] < averages["nDCG@10"]
@@ -171,8 +170,6 @@ def test_instructir_agrees(mirror, encoder):
 
 class Recorder:
     """An encoder that records its inputs."""
-
-    identity = "0123456789abcdef"
 
     def __init__(self):
         self.queries, self.passages = [], []
@@ -215,9 +212,10 @@ def test_similarity_is_the_inner_product(encoder):
     assert encoder.similarity_pairwise(a, b).numpy() == pytest.approx(np.diag(a @ b.T), abs=1e-6)
 
 
-def test_mtebs_description_names_the_checkpoint_and_its_weights(loaded):
+def test_mtebs_description_names_the_checkpoint_and_its_weights(loaded, checkpoint):
     meta = loaded.mteb_model_meta
-    assert (meta.name, meta.revision) == ("infembed/trained", loaded.encoder.identity)
+    expected = baselines.identity(baselines.resolve("x", checkpoint))
+    assert (meta.name, meta.revision) == ("infembed/trained", expected)
 
 
 def test_our_tasks_read_the_repositories_and_commits_of_mtebs():

@@ -18,9 +18,8 @@ from infembed_ray.evaluation.obedience import (
     Controls,
     pairs_of,
 )
-from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.tasks.infir import instruction_following
-from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
+from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task, means, score
 from tests.evaluation.tasks.test_infir import passages, record
 
 NAMES = ("tides", "bread", "comets", "tax law", "the violin", "rivers")
@@ -54,8 +53,8 @@ def obedient(query, document):
     return 2.0 if document.endswith(f"/{wanted}") else 1.0
 
 
-def figures(found):
-    return {condition: means(scores) for condition, scores in found.items()}
+def figures(measured):
+    return {condition: means(scores) for condition, scores in measured.items()}
 
 
 # ------------------------------------------------------------------------------------------------------ conditions
@@ -104,41 +103,41 @@ def test_a_single_pair_has_no_foreign_instructions_and_a_task_without_changes_no
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_retriever_of_the_query_alone_has_p_mrr_exactly_0_under_every_condition(seed):
-    found = figures(CONTROLS.measure(TASK, run_of(noise(seed, ignores_instruction=True))))
+    measured = figures(CONTROLS.measure(TASK, run_of(noise(seed, ignores_instruction=True))))
     for condition in CONDITIONS:
-        assert found[condition]["p-MRR"] == 0, condition
-        assert found[condition]["pairs reversed"] == 0
-        assert found[condition]["nDCG@10 original"] == found[AS_GIVEN]["nDCG@10 original"]
+        assert measured[condition]["p-MRR"] == 0, condition
+        assert measured[condition]["pairs reversed"] == 0
+        assert measured[condition]["nDCG@10 original"] == measured[AS_GIVEN]["nDCG@10 original"]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_query_only_is_exactly_0_and_inverted_exactly_the_negative_for_any_model(seed):
-    found = CONTROLS.measure(TASK, run_of(noise(seed)))
-    assert set(found[QUERY_ONLY]["p-MRR"].values()) == {0.0}
-    as_given, inverted = found[AS_GIVEN]["p-MRR"], found[INVERTED]["p-MRR"]
+    measured = CONTROLS.measure(TASK, run_of(noise(seed)))
+    assert set(measured[QUERY_ONLY]["p-MRR"].values()) == {0.0}
+    as_given, inverted = measured[AS_GIVEN]["p-MRR"], measured[INVERTED]["p-MRR"]
     assert inverted == pytest.approx({query: -value for query, value in as_given.items()}, abs=1e-15)
     assert any(as_given.values())
 
 
 def test_as_given_equals_the_figures_of_the_task():
     run = run_of(noise())
-    own, found = score(TASK, run), CONTROLS.measure(TASK, run)[AS_GIVEN]
-    assert found["p-MRR"] == own["p-MRR"]
-    assert found["nDCG@10 original"] == own["nDCG@10 (I+,Q+)"]
-    assert found["nDCG@10 changed"] == own["nDCG@10 (I-,Q+)"]
+    own, measured = score(TASK, run), CONTROLS.measure(TASK, run)[AS_GIVEN]
+    assert measured["p-MRR"] == own["p-MRR"]
+    assert measured["nDCG@10 original"] == own["nDCG@10 (I+,Q+)"]
+    assert measured["nDCG@10 changed"] == own["nDCG@10 (I-,Q+)"]
 
 
 def test_an_obedient_retriever_follows_its_own_instructions_and_no_others():
-    found = figures(CONTROLS.measure(TASK, run_of(obedient)))
-    assert found[AS_GIVEN]["pairs reversed"] == 1
-    assert found[AS_GIVEN]["nDCG@10 original"] == found[AS_GIVEN]["nDCG@10 changed"] == 1
-    assert found[AS_GIVEN]["p-MRR"] > 0.5
-    assert found[AS_GIVEN] == found[PARAPHRASED]
-    assert found[INVERTED]["p-MRR"] == pytest.approx(-found[AS_GIVEN]["p-MRR"])
-    assert found[INVERTED]["pairs reversed"] == 0
-    assert found[INVERTED]["nDCG@10 original"] < 0.7
+    measured = figures(CONTROLS.measure(TASK, run_of(obedient)))
+    assert measured[AS_GIVEN]["pairs reversed"] == 1
+    assert measured[AS_GIVEN]["nDCG@10 original"] == measured[AS_GIVEN]["nDCG@10 changed"] == 1
+    assert measured[AS_GIVEN]["p-MRR"] > 0.5
+    assert measured[AS_GIVEN] == measured[PARAPHRASED]
+    assert measured[INVERTED]["p-MRR"] == pytest.approx(-measured[AS_GIVEN]["p-MRR"])
+    assert measured[INVERTED]["pairs reversed"] == 0
+    assert measured[INVERTED]["nDCG@10 original"] < 0.7
     for condition in (GENERIC, SHUFFLED):
-        assert found[condition]["p-MRR"] == 0, condition
+        assert measured[condition]["p-MRR"] == 0, condition
 
 
 def test_violations_count_the_excluded_documents_among_the_first_two():
@@ -149,8 +148,8 @@ def test_violations_count_the_excluded_documents_among_the_first_two():
     best = CONTROLS.measure(TASK, run_of(wrong_first))[AS_GIVEN]["violation@2"]
     assert best == dict.fromkeys(best, 1.0)
     only = run_of(lambda query, document: float(document == query.id.partition("~")[0]))
-    found = CONTROLS.measure(TASK, {q: {d: s for d, s in r.items() if s} for q, r in only.items()})[AS_GIVEN]
-    assert found["violation@2"] == dict.fromkeys(best, 0.0)
+    measured = CONTROLS.measure(TASK, {q: {d: s for d, s in r.items() if s} for q, r in only.items()})[AS_GIVEN]
+    assert measured["violation@2"] == dict.fromkeys(best, 0.0)
 
 
 def test_followir_has_no_labelled_pairs_because_its_changes_go_one_way():
@@ -163,7 +162,7 @@ def test_followir_has_no_labelled_pairs_because_its_changes_go_one_way():
         tuple(Change(f"{n}-og", f"{n}-changed", ("b",)) for n in (1, 2)),
     )
     controls = Controls.from_task(task)
-    found = controls.measure(task, {q.id: {"a": 3.0, "b": 2.0, "c": 1.0} for q in controls.ask(task).queries})
-    assert list(found[AS_GIVEN]) == ["p-MRR", "MAP@1000 original", "MAP@1000 changed", "violation@2"]
-    assert found[AS_GIVEN]["violation@2"] == {"1-changed": 1.0, "2-changed": 1.0}
-    assert means(found[AS_GIVEN])["MAP@1000 original"] == means(found[AS_GIVEN])["MAP@1000 changed"] == 1.0
+    measured = controls.measure(task, {q.id: {"a": 3.0, "b": 2.0, "c": 1.0} for q in controls.ask(task).queries})
+    assert list(measured[AS_GIVEN]) == ["p-MRR", "MAP@1000 original", "MAP@1000 changed", "violation@2"]
+    assert measured[AS_GIVEN]["violation@2"] == {"1-changed": 1.0, "2-changed": 1.0}
+    assert means(measured[AS_GIVEN])["MAP@1000 original"] == means(measured[AS_GIVEN])["MAP@1000 changed"] == 1.0

@@ -2,7 +2,7 @@ import pytest
 
 from infembed_ray.config.evaluation import EvaluateSettings, GateSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import obedience_gates as gates
+from infembed_ray.evaluation import obedience as gates
 from infembed_ray.evaluation.obedience import AS_GIVEN, GENERIC, PARAPHRASED, SHUFFLED
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.tasks.infir import FIGURES
@@ -63,10 +63,10 @@ def test_each_gate_fails_alone_and_names_figure_value_and_limit(own, conditions,
 
 def test_limits_are_settings_and_figures_without_values_have_no_gate():
     assert failures({"pairs reversed": 0.6}, limits=GateSettings(pairs_reversed=55)) == []
-    found = results({"pairs reversed": 0.1})
-    for of_task in found.obedience["trained"].values():
+    evaluated = results({"pairs reversed": 0.1})
+    for of_task in evaluated.obedience["trained"].values():
         del of_task[AS_GIVEN]["pairs reversed"]
-    assert list(gates.failures(found, "trained", GateSettings())) == []
+    assert list(gates.failures(evaluated, "trained", GateSettings())) == []
 
 
 def test_values_just_inside_and_just_outside_of_a_limit_differ():
@@ -78,14 +78,14 @@ def test_a_gate_needs_controls_a_later_model_and_a_task_with_changed_instruction
     def settings(**values):
         return EvaluateSettings(models={"base": "a/b", "trained": "c/d"}, output="out", **values)
 
-    gates.check(settings())
-    gates.check(settings(gate="trained"))
+    gates.check_gate(settings())
+    gates.check_gate(settings(gate="trained"))
     for values, message in (
         ({"gate": "base"}, "gate=base: is the base itself"),
         ({"gate": "trainde"}, "gate=trainde: is not a label of models"),
         ({"gate": "trained", "controls": False}, "gate=trained: needs the controls"),
     ):
         with pytest.raises(InputError, match=message):
-            gates.check(settings(**values))
+            gates.check_gate(settings(**values))
     with pytest.raises(InputError, match="gate=trained: no task has changed instructions"):
         list(gates.failures(Results({}, {"base": {}, "trained": {}}, {}, 10), "trained", GateSettings()))

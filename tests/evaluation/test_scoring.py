@@ -3,9 +3,8 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.tasks.infir import instruction_following
-from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task
+from infembed_ray.evaluation.tasks.task import CORPUS, Figure, Query, Task, means, score
 from tests.evaluation.tasks.test_infir import passages, record
 
 POSITIVE, POISONED, OTHER = (f"record/r/{kind}" for kind in ("positive", "negative_instruction", "negative_query"))
@@ -34,9 +33,9 @@ def test_p_mrr_is_0_for_rankings_that_ignore_the_instruction():
 
 def test_p_mrr_is_null_without_changes_and_0_without_results():
     task = instruction_following([replace(record("r"), hard_negative_document_1="answer of r")])
-    found = means(score(task, {q.id: {} for q in task.queries}))
-    assert found["p-MRR"] is None
-    assert found["MAP@1000"] == 0
+    values = means(score(task, {q.id: {} for q in task.queries}))
+    assert values["p-MRR"] is None
+    assert values["MAP@1000"] == 0
 
 
 def test_robustness_is_over_groups_and_recall_over_queries():

@@ -12,12 +12,12 @@ from infembed_ray.evaluation.search import exact_search
 
 def by_lexsort(queries, corpus, ids, depth):
     """Rank by a full sort with numpy by (score, id), both descending."""
-    found = []
+    rankings = []
     id_order = np.argsort(np.argsort(np.array(ids)))
     for row in queries @ corpus.T:
         order = np.lexsort((-id_order, -row))[:depth]
-        found.append({ids[i]: float(row[i]) for i in order})
-    return found
+        rankings.append({ids[i]: float(row[i]) for i in order})
+    return rankings
 
 
 sizes = (st.integers(1, 7), st.integers(1, 40), st.integers(1, 50), st.integers(1, 5), st.integers(1, 9))
@@ -42,10 +42,10 @@ def in_blocks(query_block, corpus_block, *args, **options):
 @settings(deadline=None)
 def test_exact_search_equals_a_full_sort_with_ties_in_any_blocks(n, m, depth, query_block, corpus_block, seed):
     _, queries, corpus, ids = small_whole_numbers(n, m, seed)
-    found = in_blocks(query_block, corpus_block, queries, corpus, ids, depth)
+    rankings = in_blocks(query_block, corpus_block, queries, corpus, ids, depth)
     expected = by_lexsort(queries, corpus, ids, depth)
-    assert found == expected
-    assert [list(ranking) for ranking in found] == [list(ranking) for ranking in expected]
+    assert rankings == expected
+    assert [list(ranking) for ranking in rankings] == [list(ranking) for ranking in expected]
 
 
 @given(*sizes, st.integers(0, 99))
@@ -53,9 +53,11 @@ def test_exact_search_equals_a_full_sort_with_ties_in_any_blocks(n, m, depth, qu
 def test_only_candidates_are_ranked_and_excluded_documents_never(n, m, depth, query_block, corpus_block, seed):
     rng, queries, corpus, ids = small_whole_numbers(n, m, seed)
     candidates, excluded = ([[d for d in ids if rng.random() < p] for _ in range(n)] for p in (0.6, 0.2))
-    found = in_blocks(query_block, corpus_block, queries, corpus, ids, depth, candidates=candidates, excluded=excluded)
+    rankings = in_blocks(
+        query_block, corpus_block, queries, corpus, ids, depth, candidates=candidates, excluded=excluded
+    )
     for ranking, whole, among, without in zip(
-        found, by_lexsort(queries, corpus, ids, m), candidates, excluded, strict=True
+        rankings, by_lexsort(queries, corpus, ids, m), candidates, excluded, strict=True
     ):
         left = [(d, score) for d, score in whole.items() if d in among and d not in without]
         assert list(ranking.items()) == left[:depth]
@@ -80,8 +82,8 @@ def test_search_holds_one_block_of_a_corpus_in_pieces():
             assert sum(reference() is not None for reference in alive) <= 16 // 4 + 1
 
     ids = [f"{number:03d}" for number in range(160)]
-    found = in_blocks(2, 16, np.ones((3, 2), dtype=np.float32), pieces(), ids, 2)
-    assert found == [{"159": 78.0, "158": 78.0}] * 3
+    rankings = in_blocks(2, 16, np.ones((3, 2), dtype=np.float32), pieces(), ids, 2)
+    assert rankings == [{"159": 78.0, "158": 78.0}] * 3
 
 
 def test_ids_may_be_arrow_chunks_and_unknown_candidates_are_ignored():

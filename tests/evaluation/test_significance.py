@@ -21,8 +21,8 @@ def alone(table):
 
 def test_intervals_of_means_and_differences_are_scipys():
     table = values(40, 3)
-    found = compare([alone(table)], resamples=2000, confidence=0.9, seed=7)
-    for model, compared in enumerate(found):
+    cells = compare([alone(table)], resamples=2000, confidence=0.9, seed=7)
+    for model, compared in enumerate(cells):
         for sample, estimate in (
             (table[:, model], compared.mean),
             (table[:, model] - table[:, 0], compared.difference),
@@ -39,20 +39,20 @@ def test_intervals_of_means_and_differences_are_scipys():
             ).confidence_interval
             assert estimate.value == pytest.approx(sample.mean())
             assert (estimate.low, estimate.high) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
-    assert found[0].difference is None
-    assert found[0].p is None
+    assert cells[0].difference is None
+    assert cells[0].p is None
 
 
 def test_p_values_of_few_queries_are_the_exact_ones_of_scipy():
     table = values(10, 3)
-    found = compare([alone(table)], resamples=1024)
+    cells = compare([alone(table)], resamples=1024)
     theirs = [
         scipy.stats.permutation_test(
             (table[:, model], table[:, 0]), lambda a, b: np.mean(a - b), permutation_type="samples", n_resamples=np.inf
         ).pvalue
         for model in (1, 2)
     ]
-    assert [compared.p for compared in found[1:]] == pytest.approx(holm(theirs))
+    assert [compared.p for compared in cells[1:]] == pytest.approx(holm(theirs))
 
 
 def test_groups_are_resampled_whole_as_in_an_enumeration():
@@ -64,14 +64,14 @@ def test_groups_are_resampled_whole_as_in_an_enumeration():
         for second in product(range(3), repeat=3):
             means.append((table[rows].mean(0) + other[list(second)].mean(0)) / 2)
     means = np.array(means)
-    found = compare([Stratum.from_values(table, groups), Stratum.from_values(other, singles)], resamples=100_000)
+    cells = compare([Stratum.from_values(table, groups), Stratum.from_values(other, singles)], resamples=100_000)
     drawn = significance._bootstrap(
         [Stratum.from_values(table, groups), Stratum.from_values(other, singles)], 100_000, np.random.default_rng(0)
     )
     assert drawn.mean(0) == pytest.approx(means.mean(0), abs=0.003)
     assert drawn.std(0) == pytest.approx(means.std(0), abs=0.003)
     low, high = np.quantile(means[:, 1] - means[:, 0], [0.025, 0.975])
-    assert (found[1].difference.low, found[1].difference.high) == pytest.approx((low, high), abs=0.01)
+    assert (cells[1].difference.low, cells[1].difference.high) == pytest.approx((low, high), abs=0.01)
 
     observed = (table.mean(0) + other.mean(0)) / 2
     extreme = 0
@@ -80,7 +80,7 @@ def test_groups_are_resampled_whole_as_in_an_enumeration():
         one = np.mean([sign[g] * (b - a) for g, (a, b) in zip(groups, table, strict=True)])
         two = np.mean([sign[g] * (b - a) for g, (a, b) in zip(singles, other, strict=True)])
         extreme += abs(one + two) / 2 >= abs(observed[1] - observed[0]) - 1e-12
-    assert found[1].p == extreme / 2**7
+    assert cells[1].p == extreme / 2**7
 
 
 def test_equal_models_are_not_different():

@@ -38,17 +38,17 @@ def followir(models):
     return results(tasks, models)
 
 
-def as_text(found):
-    return of_evaluation("runs/x", found).as_text()
+def as_text(evaluated):
+    return of_evaluation("runs/x", evaluated).as_text()
 
 
 def test_the_first_model_is_the_baseline_and_the_others_show_their_differences():
-    found = results({"records": FIGURES}, ["base", "better", "best"])
-    title, header, rule, base, *others = as_text(found).split("\n\n")[0].splitlines()
+    evaluated = results({"records": FIGURES}, ["base", "better", "best"])
+    title, header, rule, base, *others = as_text(evaluated).split("\n\n")[0].splitlines()
     assert title == "records"
     assert header.split("  ")[0] == "model"
     assert set(rule) == {"-", " "}
-    means = found.figures
+    means = evaluated.figures
     assert base.split()[:2] == ["base", f"{100 * means['base']['records']['p-MRR']:.1f}"]
     for line, model in zip(others, ["better", "best"], strict=True):
         mean, apart, ndcg, *_ = line.split()[1:]
@@ -59,30 +59,30 @@ def test_the_first_model_is_the_baseline_and_the_others_show_their_differences()
 
 
 def test_differences_with_a_small_corrected_p_value_are_marked():
-    found = results({"records": FIGURES}, ["a", "b", "c", "d"])
-    (of_records,) = columns(found).values()
-    p_mrr = cells(found, of_records[0])
-    table = np.array([[found.scores[m]["records"]["p-MRR"][q] for m in "abcd"] for q in QUERIES])
+    evaluated = results({"records": FIGURES}, ["a", "b", "c", "d"])
+    (of_records,) = columns(evaluated).values()
+    p_mrr = cells(evaluated, of_records[0])
+    table = np.array([[evaluated.scores[m]["records"]["p-MRR"][q] for m in "abcd"] for q in QUERIES])
     expected = [c.p for c in compare([Stratum.from_values(table, QUERIES)])[1:]]
     assert [p_mrr[m].p for m in "bcd"] == pytest.approx(expected)
-    marked = [m for m in "bcd" if tables.text(of_records[0], p_mrr[m]).endswith(tables.MARK)]
+    marked = [m for m in "bcd" if tables.Number.from_cell(of_records[0], p_mrr[m]).text.endswith(tables.MARK)]
     assert marked == [m for m, p in zip("bcd", expected, strict=True) if p < 0.05]
     assert 0 < len(marked) < 3
 
 
 def test_averages_of_a_benchmark_are_unweighted_means_of_its_tasks():
-    found = followir(["base", "other"])
-    score, p_mrr = columns(found)["FollowIR"][:2]
+    evaluated = followir(["base", "other"])
+    score, p_mrr = columns(evaluated)["FollowIR"][:2]
     assert (score.title, p_mrr.title) == ("average score", "average p-MRR x100")
-    means = found.figures["other"]
+    means = evaluated.figures["other"]
     expected = np.mean([means[f"followir/{task}"]["p-MRR"] for task in ("robust04", "news21", "core17")])
-    assert cells(found, p_mrr)["other"].mean.value == pytest.approx(expected)
+    assert cells(evaluated, p_mrr)["other"].mean.value == pytest.approx(expected)
     assert dict(score.parts) == BENCHMARKS["followir"].averages["score"]
 
 
 def test_a_figure_without_values_is_not_available():
-    found = results({"records": FIGURES}, ["base", "other"], empty=["p-MRR"])
-    assert as_text(found).splitlines()[4].split()[:2] == ["other", "n/a"]
+    evaluated = results({"records": FIGURES}, ["base", "other"], empty=["p-MRR"])
+    assert as_text(evaluated).splitlines()[4].split()[:2] == ["other", "n/a"]
 
 
 def test_a_value_that_rounds_to_zero_has_no_minus_sign():

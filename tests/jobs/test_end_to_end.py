@@ -1,4 +1,4 @@
-"""The job scripts of synthesize, index and serve, each submitted with `ray job submit` to a real head with a token.
+"""The jobs of synthesize and serve, submitted with `ray job submit` to a real head with a token; test_no_shared_directory.py has all.
 
 A stage is then repeated in this process: it must find its output before it needs a cluster. The data are the bundled sample
 with its journal of responses.
@@ -26,6 +26,7 @@ from infembed_ray.records import tables
 from infembed_ray.records.tables import Record
 from infembed_ray.storage import provenance, steps
 from tests.jobs.head import Head, running_head
+from tests.serving.indexes import publish_index
 from tests.support.files import read_jsonl, write_jsonl
 from tests.support.ports import free_port
 from tests.support.strangers import ask_gcs, call_replica, ports_of_replicas, status
@@ -93,11 +94,6 @@ def synthesized(head: Head, directory: Path) -> Repeated:
     return submit_and_repeat(head, "synthesize", directory / "records", **source)
 
 
-@pytest.fixture(scope="module")
-def indexed(head: Head, directory: Path, corpus: Path, minilm: str) -> Repeated:
-    return submit_and_repeat(head, "index", directory / "index", corpus=corpus, model=minilm)
-
-
 class Served(NamedTuple):
     """URL of the API that a job left on the cluster, and what that job and its repetition printed."""
 
@@ -107,9 +103,10 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(head: Head, indexed: Repeated) -> Served:
+def served(head: Head, directory: Path, corpus: Path, minilm: str) -> Served:
     port = free_port()
-    settings = f"index={indexed.output.parent}", f"port={port}", "wait=false"
+    index = publish_index(directory / "served", minilm, {row["id"]: row["text"] for row in read_jsonl(corpus)})
+    settings = f"index={index.parent}", f"port={port}", "wait=false"
     first, second = head.submit("serve", *settings), head.submit("serve", *settings)
     assert first.returncode == 0, first.stdout
     assert second.returncode == 0, second.stdout
@@ -151,9 +148,8 @@ def test_the_heads_ports_refuse_a_stranger(head, tmp_path):
         assert {status(head.ports[port], page) for page in pages} == {401}
 
 
-@pytest.mark.parametrize("job", ["synthesized", "indexed"])
-def test_a_repeated_job_does_nothing_and_says_why(job, request):
-    done = request.getfixturevalue(job)
+def test_a_repeated_job_does_nothing_and_says_why(synthesized):
+    done = synthesized
     reason = "nothing to do: same inputs and settings, output finished on "
     assert reason not in done.first
     assert reason + done.manifest["created"] in done.second
@@ -162,8 +158,8 @@ def test_a_repeated_job_does_nothing_and_says_why(job, request):
     assert done.untouched
 
 
-def test_the_manifest_names_the_job_and_the_code_without_a_checkout(indexed):
-    recorded = indexed.manifest["provenance"]
+def test_the_manifest_names_the_job_and_the_code_without_a_checkout(synthesized):
+    recorded = synthesized.manifest["provenance"]
     assert re.fullmatch(r"raysubmit_\w+", recorded["job"]["submission_id"])
     assert recorded["cluster"]["CPU"] == 8
     assert recorded["code"] == provenance.code() | {"commit": None}
@@ -176,12 +172,11 @@ def test_keys_leave_no_trace_in_logs_and_outputs(synthesized, directory):
     assert not any(LLM_KEY.encode() in path.read_bytes() for path in files)
 
 
-def test_stages_agree_with_the_ones_before(synthesized, indexed, corpus):
+def test_the_manifest_counts_every_seed(synthesized):
     counts = synthesized.manifest["counts"]
     assert counts["kept"] > 0
     assert counts["seeds"] == counts["kept"] + counts["rejected"] + counts["dead_letter"]
     assert counts["calls"] == 0  # the sample's journal has all responses
-    assert indexed.manifest["counts"]["passages"] == len(read_jsonl(corpus))
 
 
 def test_a_repeated_serve_does_nothing_and_says_why(served):

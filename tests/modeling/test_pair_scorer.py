@@ -21,7 +21,7 @@ def test_a_cross_encoder_scores_passages_under_an_instruction_as_sentence_transf
     path = models.bert(tmp_path, labels=1)
     formats = {"instructed_query": "{instruction} {query}", "plain_query": "{query}"}
     settings = RetrieverSettings(kind="classifier", model=path, pair_length=64, **formats)
-    scorer = CrossEncoder(Classifier(settings, "cpu", 4096, ""))
+    scorer = CrossEncoder(Classifier(settings, "cpu", 4096))
     reference = Reference(path, device="cpu", max_length=64)
     for instruction, asked in (("for nurses", "for nurses how is aspirin dosed"), (None, "how is aspirin dosed")):
         expected = reference.predict([(asked, p) for p in PASSAGES], activation_fn=torch.nn.Identity())

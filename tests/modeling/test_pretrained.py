@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sentence_transformers import SentenceTransformer, models
 from transformers import AutoModel
 
 import infembed_ray
@@ -39,13 +38,12 @@ LOADERS = {
     "export": lambda path: onnx.run(ExportSettings(model=path, output=f"{path}-exported")),
     "causal": lambda path: retriever(path, kind="causal", pair="{query} {passage}", answers=["a", "b"]),
     "classifier": lambda path: retriever(path, kind="classifier"),
-    "sentence_transformers": lambda path: retriever(path, kind="sentence_transformers"),
 }
 FORMATS = {"instructed_query": "{instruction} {query}", "plain_query": "{query}", "passage": "{passage}"}
 
 
 def retriever(path, **settings):
-    return baselines.load(baselines.resolve("x", {"model": path, **FORMATS, **settings}), known="-")
+    return baselines.load(baselines.resolve("x", {"model": path, **FORMATS, **settings}))
 
 
 def edit(path, **changes):
@@ -127,30 +125,6 @@ def test_no_kernel_is_fetched_from_the_hub(model):
     assert (InstructionEncoder.from_pretrained(model).encode_queries(*texts) == expected).all()
 
 
-@pytest.mark.parametrize(
-    ("file", "change"),
-    [
-        ("modules.json", {"type": "odd.Model"}),
-        ("2_Dense/config.json", {"activation_function": "odd.Model"}),
-        ("sentence_bert_config.json", {"model_args": {"attn_implementation": "org/kernel"}}),
-        ("sentence_bert_config.json", {"model_args": {"trust_remote_code": True, "allow_all_kernels": True}}),
-    ],
-)
-def test_modules_of_sentence_transformers_run_no_code(with_dense, answers_yes, tmp_path, file, change):
-    path = tmp_path / "model"
-    shutil.copytree(with_dense, path)
-    (path / "odd.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Model: pass\n")
-    if file == "modules.json":
-        modules = json.loads((path / file).read_text())
-        modules[-1] |= change
-        (path / file).write_text(json.dumps(modules))
-    else:
-        edit(path / file, **change)
-    with pytest.raises(InputError, match=rf"^model={path}: needs remote code"):
-        LOADERS["sentence_transformers"](str(path))
-    assert not (tmp_path / "ran").exists()
-
-
 def test_only_one_module_loads_what_others_trained():
     """`from_pretrained` of anything else but our encoder, and the classes that have it."""
     root = Path(infembed_ray.__file__).parent
@@ -174,16 +148,6 @@ def test_only_one_module_loads_what_others_trained():
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory):
     return backbones.write("qwen2", tmp_path_factory.mktemp("qwen2"))
-
-
-@pytest.fixture(scope="module")
-def with_dense(minilm, tmp_path_factory):
-    """A sentence-transformers model with a Dense module."""
-    path = tmp_path_factory.mktemp("dense")
-    backbone = models.Transformer(minilm)
-    torch.manual_seed(0)
-    SentenceTransformer(modules=[backbone, models.Pooling(384), models.Dense(384, 16)], device="cpu").save(str(path))
-    return path
 
 
 def changed(source, path, change, file=WEIGHTS):
@@ -232,13 +196,12 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("loader", ["encoder", "sentence_transformers"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_weights_that_are_missing_or_wrong_are_named(qwen2, tmp_path, fault, loader):
+def test_weights_that_are_missing_or_wrong_are_named(qwen2, tmp_path, fault):
     change, message = FAULTS[fault]
     path = changed(qwen2, tmp_path / "model", change)
     with pytest.raises(InputError, match=rf"^model={path}: {message}") as refused:
-        LOADERS[loader](path)
+        InstructionEncoder.from_pretrained(path)
     assert "\n" not in str(refused.value)
 
 
@@ -249,16 +212,15 @@ def sharded(source, path):
     return sorted(path.glob("model-*.safetensors"))
 
 
-@pytest.mark.parametrize("loader", ["encoder", "sentence_transformers"])
 @pytest.mark.parametrize("fault", ["missing", "truncated"])
-def test_a_shard_that_is_missing_or_truncated_is_an_error(qwen2, tmp_path, fault, loader):
+def test_a_shard_that_is_missing_or_truncated_is_an_error(qwen2, tmp_path, fault):
     _, shard, *_ = sharded(qwen2, tmp_path / "model")
     if fault == "missing":
         shard.unlink()
     else:
         shard.write_bytes(shard.read_bytes()[:-50])
     with pytest.raises(InputError, match=rf"^model={tmp_path / 'model'}: cannot be loaded") as refused:
-        LOADERS[loader](str(tmp_path / "model"))
+        InstructionEncoder.from_pretrained(str(tmp_path / "model"))
     assert "\n" not in str(refused.value)
 
 

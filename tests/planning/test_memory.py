@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.planning.memory import HeldActivations, ModelSize, saved_bytes, start_memory, step_memory
+from infembed_ray.planning.memory import ModelSize, saved_bytes, start_memory, step_memory
 from tests.modeling import backbones
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "planner.py"
-NONE = HeldActivations(0, 0)
 TEXTS = [f"how is aspirin dosed {'in plain words ' * n}" for n in range(3, 9)]
 
 
@@ -33,9 +32,7 @@ def test_states_are_those_of_the_zero_paper():
     """Figure 1: 7.5 B parameters on 64 workers, 2 + 2 + 12 bytes each: but for gradients, kept as fp32 shares here."""
     billions = 7_500_000_000
     for stage, parameters, divided in ((1, 15.0, 1.40625), (2, 15.0, 1.40625), (3, 15.0 / 64, 1.40625)):
-        held = step_memory(
-            replace(size_of(billions), largest=0), HeldActivations(1e12, 0), 64, config(stage), backward_passes=2
-        )
+        held = step_memory(replace(size_of(billions), largest=0), 1e12, 64, config(stage), backward_passes=2)
         assert held.parameters / 1e9 == pytest.approx(parameters, rel=1e-6)
         assert (held.master + held.optimizer) / 1e9 == pytest.approx(divided)
         assert held.gradients / 1e9 == pytest.approx(30.0 if stage == 1 else 30.0 / 64)
@@ -43,16 +40,14 @@ def test_states_are_those_of_the_zero_paper():
 
 def test_in_fp32_zero_3_has_no_second_copy_and_zero_0_none_either():
     model = size_of(1000, nbytes=4)
-    assert [step_memory(model, NONE, 4, config(stage)).master for stage in (0, 1, 2, 3)] == [0, 1000, 1000, 0]
-    assert (
-        step_memory(model, NONE, 4, config(0)).total == 1000 * (4 + 4 + 8) + 1000 * 4
-    )  # the flat copy of the gradients
+    assert [step_memory(model, 0, 4, config(stage)).master for stage in (0, 1, 2, 3)] == [0, 1000, 1000, 0]
+    assert step_memory(model, 0, 4, config(0)).total == 1000 * (4 + 4 + 8) + 1000 * 4  # the flat copy of the gradients
 
 
 def test_what_is_offloaded_is_not_on_the_gpu():
     model, cpu = size_of(10**9), {"device": "cpu"}
-    on_gpu = step_memory(model, NONE, 8, config(3))
-    off = step_memory(model, NONE, 8, config(3, offload_optimizer=cpu, offload_param=cpu))
+    on_gpu = step_memory(model, 0, 8, config(3))
+    off = step_memory(model, 0, 8, config(3, offload_optimizer=cpu, offload_param=cpu))
     assert off.master == off.optimizer == off.gradients == 0
     assert off.parameters == pytest.approx(on_gpu.parameters - 2 * 10**9 / 8, abs=3e8)
 
@@ -65,7 +60,7 @@ def test_under_zero_3_no_worker_reads_the_whole_model():
 
 def test_adapters_have_states_and_the_frozen_rest_has_none():
     model = size_of(10**9, trained=10**7)
-    held = step_memory(model, HeldActivations(1e12, 0), 8, config(2), backward_passes=2)
+    held = step_memory(model, 1e12, 8, config(2), backward_passes=2)
     assert held.parameters == 2 * 10**9
     assert held.master + held.optimizer + held.gradients == pytest.approx((12 + 4) * 10**7 / 8)
 
@@ -79,7 +74,7 @@ def test_adapters_have_states_and_the_frozen_rest_has_none():
 )
 def test_more_workers_and_higher_stages_never_need_more(parameters, workers, nbytes, kept, stage):
     def total(stage, workers, **zero):
-        return step_memory(size_of(parameters, nbytes), HeldActivations(kept, 0), workers, config(stage, **zero)).total
+        return step_memory(size_of(parameters, nbytes), kept, workers, config(stage, **zero)).total
 
     assert total(stage, workers + 1) <= total(stage, workers)
     assert total(2, workers) <= total(1, workers)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from infembed_ray.analysis.agreement import study
-from infembed_ray.analysis.contamination import EvaluationTexts, contamination
 from infembed_ray.analysis.diversity import TextSet, compare, from_records
-from infembed_ray.analysis.inputs import read
+from infembed_ray.analysis.figures import read
+from infembed_ray.analysis.overlap import EvaluationTexts, contamination
 from infembed_ray.analysis.report import as_html, shown_rows, summarise
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.evaluation.paper.collection import collect
@@ -57,13 +57,12 @@ def analysis(root):
         kind: [f"a text of theirs, number {n}" for n in range(40)] for kind in ("instruction", "query", "passage")
     }
     sets = [from_records("ours", found.kept), TextSet("another data set", theirs)]
-    diversities, coverages = compare(sets, lambda texts: random.normal(size=(len(texts), 4)), 40)
+    diversities = compare(sets, lambda texts: random.normal(size=(len(texts), 4)), 40)
     answers = {name: {f"{n}": str(random.integers(3)) for n in range(30)} for name in ("annotator one", "judge")}
     leaks, _ = contamination("an evaluation set", EvaluationTexts.of(["Query of a"]), found.kept)
     summary = summarise(
         found,
         diversities=diversities,
-        coverages=coverages,
         contaminations=leaks,
         agreement=study(answers, {}, {}),
         removed={"near-duplicate": 1},

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.retrievers.retriever import Ranker
+from infembed_ray.evaluation.retrievers.baselines import Ranker
 from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
 from infembed_ray.retrieval import lexical
 from infembed_ray.retrieval.lexical import DeltaTerms, Lexical, terms_of

@@ -27,6 +27,7 @@ def settings(index: str) -> ServeSettings:
         index=index,
         port=free_port(),
         request_timeout_s=8,
+        cpus_per_encoder=0.5,
         dtype="float32",
         wait=False,
     )

@@ -7,7 +7,7 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -29,8 +29,9 @@ def ask(
         return error.code, json.load(error), dict(error.headers)
 
 
-def found(api: str, query: str, **more: Any) -> list[str]:
-    status, answer, _ = ask(f"{api}/v1/search", {"query": query, **more})
+def found(api: str, query: str, path: str = "/v1", **more: Any) -> list[str]:
+    """Return the ids of the hits."""
+    status, answer, _ = ask(f"{api}{path}/search", {"query": query, **more})
     assert status == 200, answer
     return [hit["id"] for hit in answer["hits"]]
 
@@ -50,9 +51,7 @@ class Answered(NamedTuple):
 
 
 @contextmanager
-def under_load(
-    api: str, clients: int = 4, path: str = "/v1/search", headers: Mapping[str, str] | None = None
-) -> Iterator[list[Answered]]:
+def under_load(api: str, clients: int = 4, path: str = "/v1/search") -> Iterator[list[Answered]]:
     """Search from several connections while the block runs; gives the answers so far."""
     answers: list[Answered] = []
     ended = threading.Event()
@@ -61,7 +60,7 @@ def under_load(
         while not ended.is_set():
             query = f"{list(PASSAGES.values())[number % len(PASSAGES)]} {len(answers)}"
             try:
-                async with session.post(f"{api}{path}", headers=headers, json={"query": query, "top_k": 5}) as answer:
+                async with session.post(f"{api}{path}", json={"query": query, "top_k": 5}) as answer:
                     body = await answer.json() if answer.content_type == "application/json" else {}
                     answers.append(Answered(answer.status, answer.headers.get("Retry-After"), body))
             except aiohttp.ClientConnectionError:

@@ -1,9 +1,10 @@
-"""The API on a real Ray Serve, over real HTTP, with a real small encoder: upgraded and broken under load."""
+"""The API on a real Ray Serve, over real HTTP, with a real small encoder: upgraded, extended and broken under load."""
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import subprocess
 import threading
@@ -24,24 +25,26 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
-from infembed_ray.config.serving import ServeSettings
+from infembed_ray.config.serving import RerankSettings, ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.late_interaction import LateInteraction
 from infembed_ray.retrieval.index import Index
 from infembed_ray.serving import distributed, supervisor
 from infembed_ray.serving.distributed import run, serving
 from infembed_ray.serving.plan import Plan
-from infembed_ray.serving.release import APPLICATION
+from infembed_ray.serving.release import APPLICATION, RERANKER
 from infembed_ray.serving.supervisor import api_over
 from tests.serving.commands import command_line, environment, is_free, serve_command
 from tests.serving.http_client import ask, found, under_load, values
 from tests.serving.indexes import AGAIN, PASSAGES, YEARS, publish_index
-from tests.serving.releases import Switches, other_release, with_encoder
+from tests.serving.releases import Switches, other_release, replica, with_encoder
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
+NEWS = {f"news-{id}": f"News: {text}" for id, text in PASSAGES.items()}
 QUERY = "diabetes"
 INSTRUCTIONS = ("Only guidelines written for clinicians.", "For a lesson on nineteenth century medicine.")
 
@@ -54,6 +57,23 @@ def api(settings: ServeSettings, ray_cluster: None) -> Iterator[str]:
     with serving(settings) as url:
         yield url
     distributed.stop()  # the release that replaced it
+
+
+def rerankers() -> list[str]:
+    return [name for name in serve.status().applications if "-reranker-" in name]
+
+
+def replicas() -> dict[str, set[str]]:
+    """Return the ids of the running replicas of each application."""
+    return {
+        name: {
+            details["replica_id"]
+            for deployment in application["deployments"].values()
+            for details in deployment["replicas"]
+            if details["state"] == "RUNNING"
+        }
+        for name, application in _get_global_client().get_serve_details()["applications"].items()
+    }
 
 
 @pytest.mark.ray
@@ -213,6 +233,107 @@ def test_a_blue_green_switch_under_load_fails_no_request_and_mixes_no_answer(
     assert len([name for name in applications if "-index-" in name]) == 1
 
 
+@pytest.fixture(scope="module")
+def with_news(settings: ServeSettings, root: Path, minilm: str) -> ServeSettings:
+    """The same index with a collection beside it."""
+    news = publish_index(root / "news", minilm, NEWS, shards=1)
+    return settings.model_copy(update={"collections": {"news": str(news)}})
+
+
+@pytest.mark.ray
+def test_each_collection_answers_from_its_own_index_and_documents(api: str, with_news: ServeSettings) -> None:
+    run(with_news)
+    news = f"{api}/v1/collections/news"
+    wait_until(lambda: ask(f"{news}/search", {"query": QUERY})[0] == 200)
+    assert set(found(api, QUERY, top_k=100)) == set(PASSAGES)
+    assert set(found(api, QUERY, "/v1/collections/index", top_k=100)) == set(PASSAGES)
+    assert set(found(api, QUERY, "/v1/collections/news", top_k=100)) == set(NEWS)
+    text = "The Kalmar Union joined Denmark, Norway and Sweden under one crown in 1397."
+    status, answer, _ = ask(f"{news}/documents", {"documents": [{"id": "history/kalmar", "text": text}]}, "PUT")
+    assert status == 200, answer
+    fresh = {"top_k": 1, "min_sequence": answer["sequence"]}
+    assert found(api, "Kalmar Union", "/v1/collections/news", **fresh) == ["history/kalmar"]
+    assert "history/kalmar" not in found(api, "Kalmar Union", top_k=100)
+    assert ask(f"{api}/v1/documents/history/kalmar")[0] == 404
+    assert ask(f"{news}/documents/history/kalmar")[1]["text"] == text
+    assert ask(f"{news}/documents", {"ids": ["history/kalmar"]}, "DELETE")[0] == 200
+    assert ask(f"{api}/v1/collections/law/search", {"query": "x"})[1]["error"]["message"] == (
+        "there is no collection 'law'; there are index, news"
+    )
+
+
+@pytest.mark.ray
+def test_an_upgrade_of_one_collection_fails_no_request_and_restarts_no_other_part(
+    api: str, with_news: ServeSettings, root: Path, minilm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = publish_index(root / "newer", minilm, AGAIN, shards=1)
+    before, release = replicas(), Plan.resolve(with_news).release
+    with under_load(api, 2) as plain, under_load(api, 2, "/v1/collections/news/search") as of_news:
+        wait_until(lambda: min(len(plain), len(of_news)) > 20)
+        run(with_news.model_copy(update={"collections": {"news": str(other)}}))
+        wait_until(lambda: any(answer.body["index_version"] == other.name for answer in of_news[-4:]))
+    for answers in (plain, of_news):
+        assert Counter(answer.status for answer in answers) == {200: len(answers)}
+    assert {answer.body["index_version"] for answer in plain} == {Path(with_news.index).name}
+    assert {hit["id"] for answer in plain for hit in answer.body["hits"]} <= set(PASSAGES)
+    versions = {Path(with_news.collections["news"]).name: set(NEWS), other.name: set(AGAIN)}
+    assert {answer.body["index_version"] for answer in of_news} == set(versions)
+    for answer in of_news:
+        assert {hit["id"] for hit in answer.body["hits"]} <= versions[answer.body["index_version"]]
+    after = replicas()
+    for same in (release.default.index.application, *release.encoders, APPLICATION):
+        assert before[same] == after[same] != set()
+    assert release.collections["news"].index.application not in serve.status().applications
+    assert f"from index {Path(with_news.index).name}, news {other.name}" in capsys.readouterr().out
+
+
+@pytest.mark.ray
+def test_searches_are_reranked_and_go_on_without_a_lost_reranker(
+    api: str, settings: ServeSettings, index: str, minilm: str
+) -> None:
+    encoder = InstructionEncoder.from_pretrained(minilm)
+    query = encoder.encode_queries([QUERY], [INSTRUCTIONS[0]])
+    retrieved = Index.open(index, encoder.fingerprint()).search(query, 12)[0]
+    scores = LateInteraction(encoder).score(QUERY, INSTRUCTIONS[0], [hit.text for hit in retrieved])
+    by_scores = [retrieved[place].id for place in (-scores).argsort(kind="stable")]
+    by_cosine = [hit.id for hit in retrieved]
+    assert by_scores != by_cosine
+
+    def search(**more: Any) -> dict[str, Any]:
+        body = {"query": QUERY, "instruction": INSTRUCTIONS[0], "top_k": 12, **more}
+        status, answer, _ = ask(f"{api}/v1/search", body)
+        assert status == 200, answer
+        return {**answer, "ids": [hit["id"] for hit in answer["hits"]]}
+
+    rerank = RerankSettings(kind="late_interaction", budget_ms=7000)
+    run(settings.model_copy(update={"rerank": rerank}))
+    wait_until(lambda: search()["hits"][0].get("rerank_score") is not None)
+    (first,) = rerankers()
+    answer = search()
+    assert answer["ids"] == by_scores
+    assert {hit["id"]: hit["rerank_score"] for hit in answer["hits"]} == pytest.approx(
+        {hit.id: float(score) for hit, score in zip(retrieved, scores, strict=True)}, abs=1e-4
+    )
+    assert search(rerank=False)["ids"] == by_cosine
+    assert ask(f"{api}/v1/models")[1]["data"][0]["reranker"]
+
+    os.kill(replica(RERANKER)["pid"], signal.SIGKILL)
+    lost = search()  # answered, whatever the reranker does
+    assert lost["ids"] == (by_cosine if lost["notes"] else by_scores)
+    assert ask(f"{api}/readyz")[0] == 200
+    wait_until(lambda: search()["ids"] == by_scores, 120)  # Serve starts another one
+    wait_until(lambda: max(values(api, "infembed_rerank_searches_total"), default=0) >= 2, 30)
+    wait_until(lambda: max(values(api, "infembed_reranker_texts_total"), default=0) >= 1, 30)
+
+    # The API does something else with the same reranker.
+    run(settings.model_copy(update={"rerank": rerank.model_copy(update={"depth": 1})}))
+    assert rerankers() == [first]
+    wait_until(lambda: search()["ids"] == by_cosine and search()["hits"][0]["rerank_score"] is not None, 30)
+    run(settings)
+    assert rerankers() == []
+    assert search()["timings"]["rerank_ms"] is None
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_deployed_config_file_serves(api: str, settings: ServeSettings, root: Path) -> None:
@@ -226,6 +347,7 @@ def test_a_deployed_config_file_serves(api: str, settings: ServeSettings, root: 
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_the_command_serves_with_keys_and_is_upgraded_by_a_second_command(index: str, root: Path, minilm: str) -> None:
     port, options = free_port(), ["cpus_per_shard=0.1", "request_timeout_s=5"]
     keys = {"INFEMBED_API_KEYS": "key-one,key-two"}

@@ -13,7 +13,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.sweeps.trials import BASE, trials
+from infembed_ray.sweeps.distributed import BASE, trials
 from tests.evaluation import published
 from tests.modeling import backbones
 from tests.training.test_collate import record
@@ -89,7 +89,7 @@ def test_base_row_uses_the_text_format_of_the_trainings(values):
     reads = {"query_prefix": "query: ", "passage_prefix": "passage: ", "pooling": "mean", "query_length": 12}
     train = values["train"] | reads | {"template": "query_first"}
     base, *_ = trials(SweepSettings.from_mapping(values | {"train": train}))
-    found = baselines.load(baselines.resolve("base", base.untrained), "cpu")
+    untrained = baselines.load(baselines.resolve("base", base.untrained), "cpu")
     expected = InstructionEncoder.from_pretrained(
         base.untrained.model,
         template="query_first",
@@ -99,9 +99,9 @@ def test_base_row_uses_the_text_format_of_the_trainings(values):
         query_length=12,
     )
     asked = [("how is aspirin dosed", "for children, in short words"), ("bread", None)]
-    queries = found.encode_queries([Query("q", query, instruction) for query, instruction in asked])
+    queries = untrained.encode_queries([Query("q", query, instruction) for query, instruction in asked])
     np.testing.assert_allclose(queries, expected.encode_queries(*map(list, zip(*asked, strict=True))), atol=1e-6)
-    np.testing.assert_allclose(found.encode_passages(["a loaf"]), expected.encode_passages(["a loaf"]), atol=1e-6)
+    np.testing.assert_allclose(untrained.encode_passages(["a loaf"]), expected.encode_passages(["a loaf"]), atol=1e-6)
     plain, *_ = trials(SweepSettings.from_mapping(values))
     assert plain.evaluate.output != base.evaluate.output
 

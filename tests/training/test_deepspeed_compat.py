@@ -1,19 +1,36 @@
 """Contracts of DeepSpeed's tools. test_engine.py and checkpoints/test_manager.py use all private names in every ZeRO stage."""
 
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from infembed_ray.training import deepspeed_compat
 
+ENGINE = """
+import sys, torch
+from deepspeed import initialize
+from infembed_ray.training.engine import connect
+from infembed_ray.config.training import TrainSettings
+connect(TrainSettings(records="-", model="-", output="-"))
+model = torch.nn.Linear(2, 2)
+config = {"train_batch_size": 1, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": False}
+initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+print("torch._inductor.compile_fx" in sys.modules, "deepspeed.runtime.zero.muon.original_muon" in sys.modules)
+"""
 
-def test_the_shared_memory_op_of_inference_is_not_built():
-    deepspeed_compat.skip_shared_memory_op()
+
+@pytest.mark.integration
+def test_an_engine_builds_neither_the_op_of_inference_nor_the_kernels_of_muon():
+    deepspeed_compat.skip_builds()
     assert deepspeed_compat.communication.build_shm_op() is None
+    started = subprocess.run([sys.executable, "-c", ENGINE], capture_output=True, text=True, check=True)
+    assert started.stdout.splitlines()[-1] == "False True"
 
 
 def test_arguments_of_ds_to_universal_are_complete(monkeypatch, tmp_path):

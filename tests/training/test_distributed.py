@@ -3,45 +3,26 @@
 import html
 import re
 import signal
-from pathlib import Path
 
 import pytest
 import torch
 from ray.train import WorkerGroupError
 
-from infembed_ray.config.training import Lora, TrainSettings
+from infembed_ray.config.training import Lora
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.training.distributed import _explained
 from infembed_ray.training.launch import run
 from infembed_ray.training.observability.logs import read_events, read_metrics
-from tests.support.files import write_jsonl
-from tests.training.test_collate import record
 from tests.training.test_launch import assert_same_run, decoder_settings
 
-
-@pytest.fixture(scope="module")
-def records_file(tmp_path_factory):
-    rows = [vars(record(n)) for n in range(6)]
-    for n, row in enumerate(rows):  # uneven lengths, so that the workers' batches differ in shape
-        row["document_positive"] += " and so on" * 7 * n
-    return write_jsonl(tmp_path_factory.mktemp("records") / "records.jsonl", rows)
+ALONE = {"launcher": "process", "workers": 1}
 
 
 @pytest.fixture(scope="module")
-def settings(records_file, minilm, tmp_path_factory):
-    return TrainSettings(
-        records=str(records_file),
-        model=minilm,
-        output=str(tmp_path_factory.mktemp("train")),
-        objective="multi{P,I}",
-        instruction_negatives=2,
-        records_per_step=2,
-        epochs=2,
-        learning_rate=2e-4,
-        checkpoint_every=2,
-        cpus_per_worker=0.5,
-        grad_cache_tokens=96,
+def settings(tmp_path_factory):
+    return decoder_settings(tmp_path_factory.mktemp("train")).model_copy(
+        update={"launcher": "ray", "workers": 2, "epochs": 3, "checkpoint_every": 2, "grad_cache_tokens": 96}
     )
 
 
@@ -54,10 +35,10 @@ def published(ray_cluster, settings):
 @pytest.mark.ray
 def test_training_lowers_the_loss_and_logs_every_step(published, settings):
     metrics = read_metrics(published.path)
-    assert [m["step"] for m in metrics] == list(range(1, 7))  # 6 records / 2 workers / 1 each, 2 epochs
+    assert [m["step"] for m in metrics] == list(range(1, 7))  # 7 records, 4 a step, 3 epochs
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     assert metrics[0]["learning_rate"] == settings.learning_rate
-    assert published.manifest["counts"] == {"records": 6, "steps": 6}
+    assert published.manifest["counts"] == {"records": 7, "steps": 6}
 
 
 @pytest.mark.ray
@@ -89,18 +70,17 @@ def test_finished_run_is_not_repeated(published, settings):
     assert again.path == published.path
 
 
-def test_ray_matches_one_process(ray_cluster, tmp_path):
-    settings = decoder_settings(tmp_path)
-    ray = settings.model_copy(update={"launcher": "ray", "workers": 2, "output": str(tmp_path / "ray")})
-    assert_same_run(run(ray), run(settings))
+@pytest.mark.ray
+def test_ray_matches_one_process(published, settings, tmp_path):
+    assert_same_run(published, run(settings.model_copy(update=ALONE | {"output": str(tmp_path)})))
 
 
-def test_stopped_run_is_not_retried_by_ray_and_its_report_has_the_reason(ray_cluster, tmp_path):
-    changes = {"launcher": "ray", "workers": 2, "learning_rate": 1e25, "checkpoint_every": 1}
-    diverging = decoder_settings(tmp_path).model_copy(update=changes)
+@pytest.mark.ray
+def test_stopped_run_is_not_retried_by_ray_and_its_report_has_the_reason(ray_cluster, settings, tmp_path):
+    changes = {"workers": 1, "learning_rate": 1e25, "checkpoint_every": 1, "output": str(tmp_path)}
     with pytest.raises(InputError, match=r"^step 2: .* stopped"):
-        run(diverging)
-    (partial,) = Path(diverging.output).glob(".*.partial")
+        run(settings.model_copy(update=changes))
+    (partial,) = tmp_path.glob(".*.partial")
     (event,) = read_events(partial)  # a retry would have logged that it resumed
     assert (event.step, event.action) == (2, "stop")
     assert event.message in html.unescape((partial / "report.html").read_text())
@@ -116,8 +96,8 @@ def test_stopped_run_is_not_retried_by_ray_and_its_report_has_the_reason(ray_clu
 )
 def test_only_adapters_are_trained_and_merged_on_export(settings, minilm, tmp_path, options):
     lora = Lora(rank=4, target_modules=("query", "value"))
-    change = {"output": str(tmp_path), "lora": lora, "learning_rate": 5e-3, "epochs": 1, **options}
-    made = run(settings.model_copy(update=change | {"launcher": "process", "workers": 1}))
+    change = {"model": minilm, "output": str(tmp_path), "lora": lora, "learning_rate": 5e-3, "epochs": 1, **options}
+    made = run(settings.model_copy(update=change | ALONE))
     before = InstructionEncoder.from_pretrained(minilm)
     after = InstructionEncoder.from_pretrained(str(made.path))
     assert len(after.backbones) == (2 if options.get("share_encoder") is False else 1)
@@ -149,7 +129,7 @@ def test_placement_timeout_error_names_the_resources(ray_cluster, settings, tmp_
         ({"model": "/no/such/model"}, "model=/no/such/model: no such model directory"),
         ({"records": "/no/such/file.jsonl"}, "records=/no/such/file.jsonl: no such file"),
         ({"split": "train"}, "no row has split=train"),
-        ({"matryoshka": (384,)}, "matryoshka=384: embeddings of .* have 384; set fewer"),
+        ({"matryoshka": (32,)}, "matryoshka=32: embeddings of .* have 32; set fewer"),
         ({"interaction": "cross_attention", "template": "query_first"}, "template=query_first: cross_attention has no"),
         ({"append_eos": True, "lora": Lora(target_modules=("nowhere",))}, "lora.target_modules"),
         ({"lora": Lora(quantized=True)}, "lora.quantized=true: needs gpus_per_worker=1"),

@@ -7,8 +7,8 @@ import pytest
 
 from infembed_ray.config.training import Lora, TrainSettings, ValidationSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.search import exact_search
+from infembed_ray.evaluation.tasks.task import means, score
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.training.checkpoints.checkpoint import Progress
 from infembed_ray.training.launch import run

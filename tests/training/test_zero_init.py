@@ -84,7 +84,7 @@ def with_head(decoder, tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_partitioned_model_trains_like_one_that_is_loaded_whole(workers, decoder, with_head, minilm, tmp_path):
     bert = backbones.write("modernbert", tmp_path / "bert")
     lacking = tmp_path / "lacking"

@@ -10,9 +10,9 @@ from typing import Any
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.results import Results, TaskSummary
-from infembed_ray.evaluation.scoring import Obedience, Scores
 from infembed_ray.evaluation.significance import Compared
 from infembed_ray.evaluation.tables import Column, cells
+from infembed_ray.evaluation.tasks.task import Obedience, Scores
 
 BASE = "base"
 """Row of a sweep's untrained backbones."""
@@ -31,8 +31,6 @@ class ReportedModel:
     """Unique name."""
     label: str
     """Label in its output, or row of a sweep."""
-    shown: str
-    """Label with the output's suffix, if another model has the same label."""
     backbone: str | None
     """Label of the backbone in a sweep; otherwise None."""
     baseline: str
@@ -42,6 +40,11 @@ class ReportedModel:
     about: Mapping[str, Any]
     runs: tuple[Figures, ...]
     """One per seed."""
+
+    @property
+    def shown(self) -> str:
+        """Label with the output's suffix, if another model has the same label."""
+        return self.key.removeprefix(f"{self.backbone}, ")
 
     def spread(self, column: Column) -> float | None:
         """Sample standard deviation over seeds; None for a single seed."""
@@ -84,57 +87,42 @@ class CombinedResults:
 def collect(outputs: Mapping[str, Results]) -> CombinedResults:
     """Combine the results of several outputs.
 
-    Models of one label in two outputs are the same model if their descriptions and all common values are equal; otherwise
-    the later one gets the output's label as a suffix. InputError: tasks of one name or the depths differ.
+    Models of one label in two outputs are the same model if their descriptions are equal; otherwise the later one gets the
+    output's label as a suffix. InputError: tasks of one name or the depths differ.
     """
     first = next(iter(outputs))
+    tasks: dict[str, tuple[str, TaskSummary]] = {}
     models: dict[str, ReportedModel] = {}
     scores: dict[str, dict[str, Scores]] = {}
     obedience: dict[str, dict[str, Obedience]] = {}
+    references: dict[str, dict[str, Obedience]] = {}
     for output, results in outputs.items():
         if results.depth != outputs[first].depth:
             fault = f"rankings hold {results.depth} documents, those of results.{first} {outputs[first].depth}"
             raise InputError.of(f"results.{output}", None, fault, "evaluate with one depth")
-        models_of_output = list(_models(output, results))
-        suffixes = {m.key: "" if _fits(m, own, models, scores) else f" ({output})" for m, own, _ in models_of_output}
-        for model, own, obeyed in models_of_output:
+        for task, summary in results.tasks.items():
+            where, same = tasks.setdefault(task, (output, summary))
+            if same != summary:
+                fault = f"its task {task!r} has other texts, judgements or figures than that of results.{where}"
+                raise InputError.of(f"results.{output}", None, fault, "make separate reports")
+        of_output = list(_models(output, results))
+        suffixes = {m.key: f" ({output})" * (models.get(m.key, m).about != m.about) for m, *_ in of_output}
+        for model, values, obeyed in of_output:
             key = model.key + suffixes[model.key]
             if key in models:
                 runs = tuple({**old, **new} for old, new in zip(models[key].runs, model.runs, strict=True))
                 models[key] = replace(models[key], runs=runs)
-                scores[key] |= own
             else:
-                baseline = model.baseline + suffixes[model.baseline]
-                models[key] = replace(model, key=key, shown=model.label + suffixes[model.key], baseline=baseline)
-                scores[key] = own
-            obedience[key] = {**obeyed, **obedience.get(key, {})}
-    for results in outputs.values():  # references, which are no models of an output
+                models[key] = replace(model, key=key, baseline=model.baseline + suffixes[model.baseline])
+            scores[key] = values | scores.get(key, {})
+            obedience[key] = obeyed | obedience.get(key, {})
         for label in results.obedience.keys() - results.models.keys():
-            obedience[label] = {**results.obedience[label], **obedience.get(label, {})}
-    references = {label: None for results in outputs.values() for label in results.obedience}
-    obedience = {label: obedience[label] for label in dict.fromkeys([*models, *references]) if obedience.get(label)}
+            references[label] = {**results.obedience[label], **references.get(label, {})}
+    obedience = {label: of_tasks for label, of_tasks in {**references, **obedience}.items() if of_tasks}
+    obedience = {label: obedience[label] for label in [*models, *references] if label in obedience}
     about = {key: model.about for key, model in models.items()}
-    return CombinedResults(models, Results(_common_tasks(outputs), about, scores, outputs[first].depth, obedience))
-
-
-def _common_tasks(outputs: Mapping[str, Results]) -> dict[str, TaskSummary]:
-    """Return all tasks; tasks of one name must be equal in all outputs."""
-    tasks: dict[str, tuple[str, TaskSummary, dict[str, set[str]]]] = {}
-    for output, results in outputs.items():
-        for task, summary in results.tasks.items():
-            queries = {figure: set(values) for figure, values in next(iter(results.scores.values()))[task].items()}
-            where, same, same_queries = tasks.setdefault(task, (output, summary, queries))
-            if (same, same_queries) != (summary, queries):
-                names = [
-                    name for name in ("figures", "about", "content") if getattr(same, name) != getattr(summary, name)
-                ]
-                raise InputError.of(
-                    f"results.{output}",
-                    None,
-                    f"its task {task!r} differs from that of results.{where} (by {', '.join(names) or 'queries'})",
-                    "make separate reports",
-                )
-    return {task: summary for task, (_, summary, _) in tasks.items()}
+    summaries = {task: summary for task, (_, summary) in tasks.items()}
+    return CombinedResults(models, Results(summaries, about, scores, outputs[first].depth, obedience))
 
 
 def _models(output: str, results: Results) -> Iterator[tuple[ReportedModel, dict[str, Scores], dict[str, Obedience]]]:
@@ -153,21 +141,8 @@ def _models(output: str, results: Results) -> Iterator[tuple[ReportedModel, dict
         runs = tuple(results.figures[label] for label in labels)
         controls = [results.obedience.get(label, {}) for label in labels]
         obeyed: dict[str, Obedience] = {task: _averaged([of_one[task] for of_one in controls]) for task in controls[0]}
-        model = ReportedModel(_key(row, backbone), row, row, backbone, baselines[backbone], output, about, runs)
+        model = ReportedModel(_key(row, backbone), row, backbone, baselines[backbone], output, about, runs)
         yield model, _averaged([results.scores[label] for label in labels]), obeyed
-
-
-def _fits(
-    model: ReportedModel,
-    own: Mapping[str, Scores],
-    models: Mapping[str, ReportedModel],
-    scores: Mapping[str, Mapping[str, Scores]],
-) -> bool:
-    """Whether no other model has this key, or only the same model."""
-    if model.key not in models:
-        return True
-    same = scores[model.key]
-    return models[model.key].about == model.about and all(same[task] == own[task] for task in same.keys() & own.keys())
 
 
 def _key(row: str, backbone: str | None) -> str:

@@ -1,4 +1,4 @@
-"""The tables of a report in any format: our own, and the paper's with our results below its rows."""
+"""The tables of a report: our own, and the paper's (`published.yaml`), without errors of the print, with our results below its rows."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import yaml
 
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import tables
 from infembed_ray.evaluation.paper.collection import BASE, CombinedResults, ReportedModel
-from infembed_ray.evaluation.paper.published import COLUMNS, TABLES, Row
-from infembed_ray.evaluation.scoring import Scores
 from infembed_ray.evaluation.significance import Compared, Stratum, compare
-from infembed_ray.evaluation.tables import MARK, WIDTH, Column
-from infembed_ray.evaluation.tasks.catalogue import AS_PAPER
+from infembed_ray.evaluation.tables import MARK, WIDTH, Column, Number
+from infembed_ray.evaluation.tasks.catalogue import AS_PAPER, BENCHMARKS
+from infembed_ray.evaluation.tasks.task import Scores
 
 CONTROLLED = "condition"
 """Kind of the rows of a table of controls, whose sections are models."""
@@ -27,33 +29,56 @@ MODELS = ("2", "5")
 
 
 @dataclass(frozen=True)
-class Number:
-    """A number of a table, as it is shown."""
+class Row:
+    """A row of a table."""
 
-    value: str
-    low: str | None = None
-    high: str | None = None
-    stdev_over_seeds: str | None = None
-    difference: str | None = None
-    """Difference to the baseline, with its sign."""
-    p_holm: float | None = None
-    significant: bool = False
-    remark: str | None = None
-    """What is wrong or doubtful in the paper's print."""
+    name: str
+    section: str
+    """Heading above the row; may be empty."""
+    numbers: tuple[float | None, ...]
+    """x100; all columns of the first backbone, then of the next; without backbones, all columns."""
 
-    @classmethod
-    def from_cell(cls, column: Column, cell: Compared, spread: float | None = None) -> Number:
-        """Format one of our cells."""
-        mean, delta = cell.mean, cell.difference
-        return cls(
-            value=column.number(mean.value),
-            low=column.number(mean.low),
-            high=column.number(mean.high),
-            stdev_over_seeds=None if spread is None else column.number(spread),
-            difference=None if delta is None else column.number(delta.value, sign=True),
-            p_holm=cell.p,
-            significant=cell.significant,
-        )
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table of the paper."""
+
+    title: str
+    of: str
+    """Kind of its rows: models, objectives, designs."""
+    columns: tuple[str, ...]
+    """Names in `COLUMNS`."""
+    backbones: tuple[str, ...]
+    """Each has all columns; empty if the rows are models."""
+    rows: tuple[Row, ...]
+
+
+def _part(column: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    if "task" in column:
+        return ((column["task"], column["figure"]),)
+    return tuple(BENCHMARKS[column["benchmark"]].averages[column["average"]].items())
+
+
+def _table(given: Mapping[str, Any]) -> PaperTable:
+    rows = []
+    for group in given["groups"]:
+        for name, values in group["rows"].items():
+            flat = [v for part in values for v in part] if isinstance(values[0], list) else values
+            rows.append(Row(name, group.get("title", ""), tuple(flat)))
+    columns, backbones = tuple(given["columns"]), tuple(given.get("backbones", ()))
+    return PaperTable(given["title"], given["rows"], columns, backbones, tuple(rows))
+
+
+_PLAIN = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
+
+SOURCE: str = _PLAIN["source"]
+COLUMNS: Mapping[str, tuple[tuple[str, str], ...]] = {name: _part(column) for name, column in _PLAIN["columns"].items()}
+"""Column -> (task, figure) pairs; the column is their unweighted mean."""
+TABLES: Mapping[str, PaperTable] = {number: _table(given) for number, given in _PLAIN["tables"].items()}
+"""By number: 2 to 6."""
+
+
+# -------------------------------------------------------------------------------------------------------------- sheets
 
 
 @dataclass(frozen=True)
@@ -78,7 +103,7 @@ class Sheet:
     of: str
     """Kind of its rows."""
     columns: tuple[tuple[str, str], ...]
-    """Heading of each column, which neighbours may share, and its own name."""
+    """Heading of each column, which neighbours may share (in Table 3 the backbone), and its own name."""
     lines: tuple[Line, ...]
     note: str = ""
     """What the numbers are, if they are not means of queries."""
@@ -98,44 +123,35 @@ class Sheet:
         """The names of its columns, each with its heading."""
         return [" ".join(filter(None, column)) for column in self.columns]
 
-    @property
-    def remarks(self) -> list[str]:
-        """Corrections and doubts of the paper's numbers."""
-        places: dict[tuple[str, str], list[str]] = {}
-        for line in self.lines:
-            for number, title in zip(line.numbers, self.titles, strict=True):
-                if number is not None and number.remark is not None:
-                    places.setdefault((line.label, number.remark), []).append(title)
-        return [f"{row}, {', '.join(columns)}: {remark}" for (row, remark), columns in places.items()]
+
+def _evaluated(collection: CombinedResults, columns: Sequence[Column]) -> list[ReportedModel]:
+    """Return the models that have any of some columns."""
+    return [m for m in collection.models.values() if any(m.key in collection.cells(column) for column in columns)]
 
 
-class _Evaluated:
-    """The models that have any of some columns, and their numbers."""
-
-    def __init__(self, collection: CombinedResults, columns: Sequence[Column]) -> None:
-        self._columns = [(column, collection.cells(column)) for column in columns]
-        self.models = [m for m in collection.models.values() if any(m.key in cell_of for _, cell_of in self._columns)]
-
-    def numbers(self, model: ReportedModel | None) -> tuple[Number | None, ...]:
-        return tuple(
-            None
-            if model is None or model.key not in cell_of
-            else Number.from_cell(column, cell_of[model.key], model.spread(column))
-            for column, cell_of in self._columns
-        )
+def _numbers(
+    collection: CombinedResults, columns: Sequence[Column], model: ReportedModel | None
+) -> tuple[Number | None, ...]:
+    """Format the numbers of a model; None where it has none."""
+    cells = [collection.cells(column).get(model.key) if model else None for column in columns]
+    return tuple(
+        None if cell is None or model is None else Number.from_cell(column, cell, model.spread(column))
+        for column, cell in zip(columns, cells, strict=True)
+    )
 
 
 def ours(collection: CombinedResults) -> list[Sheet]:
     """Make one table per benchmark, with all models that were evaluated on it; a sweep's models are grouped by backbone."""
     sheets = []
     for benchmark, columns in tables.columns(collection.results).items():
-        evaluated = _Evaluated(collection, columns)
-        backbones = list(dict.fromkeys(model.backbone for model in evaluated.models))
+        models = _evaluated(collection, columns)
+        backbones = list(dict.fromkeys(model.backbone for model in models))
         lines = [
-            Line(model.shown, True, model.backbone or "", evaluated.numbers(model), len(model.runs))
-            for model in sorted(evaluated.models, key=lambda model: backbones.index(model.backbone))
+            Line(model.shown, True, model.backbone or "", _numbers(collection, columns, model), len(model.runs))
+            for model in sorted(models, key=lambda model: backbones.index(model.backbone))
         ]
-        sheets.append(Sheet(benchmark, "", "model", _headings([column.title for column in columns]), tuple(lines)))
+        headings = tuple(("", column.title) for column in columns)
+        sheets.append(Sheet(benchmark, "", "model", headings, tuple(lines)))
     return sheets
 
 
@@ -208,7 +224,7 @@ def _paper_sheets(number: str, collection: CombinedResults, rows: Mapping[str, s
     table, decimals = TABLES[number], 1 if number in MODELS else 2
     parts = [_measured(collection, COLUMNS[name]) for name in table.columns]
     columns = [Column(name, of_name, 100, decimals) for name, of_name in zip(table.columns, parts, strict=True)]
-    evaluated = _Evaluated(collection, columns)
+    evaluated = _evaluated(collection, columns)
 
     def printed(row: Row, backbone: str | None) -> list[Number | None]:
         """Format a row's numbers of one backbone; None for backbones that are not in the paper."""
@@ -216,15 +232,12 @@ def _paper_sheets(number: str, collection: CombinedResults, rows: Mapping[str, s
         if backbone is not None and backbone not in table.backbones:
             return [None] * wide
         at = 0 if backbone is None else table.backbones.index(backbone) * wide
-        return [
-            None if n.value is None else Number(f"{n.value:.{decimals}f}", remark=n.remark)
-            for n in row.numbers[at : at + wide]
-        ]
+        return [None if n is None else Number(f"{n:.{decimals}f}") for n in row.numbers[at : at + wide]]
 
     def matching(row: Row, backbone: str | None) -> list[ReportedModel]:
         if number in MODELS:
-            return [model for model in evaluated.models if stands_for(model, row.name, rows)]
-        of_row = [model for model in evaluated.models if plain(model.label) == plain(row.name)]
+            return [model for model in evaluated if stands_for(model, row.name, rows)]
+        of_row = [model for model in evaluated if plain(model.label) == plain(row.name)]
         return [m for m in of_row if backbone is None or plain(m.backbone or "") == plain(backbone)]
 
     def lines(row: Row, backbones: Sequence[str | None]) -> Iterator[Line]:
@@ -235,11 +248,11 @@ def _paper_sheets(number: str, collection: CombinedResults, rows: Mapping[str, s
         for models in zip_longest(*(matching(row, backbone) for backbone in backbones)):
             present = [model for model in models if model is not None]
             label = present[0].key if len(backbones) == 1 else row.name
-            numbers = tuple(n for model in models for n in evaluated.numbers(model))
+            numbers = tuple(n for model in models for n in _numbers(collection, columns, model))
             yield Line(label, True, row.section, numbers, max(len(model.runs) for model in present))
 
-    headings, printed_backbones = _headings(table.columns), set(map(plain, table.backbones))
-    extra = dict.fromkeys(model.backbone for model in evaluated.models if model.backbone is not None)
+    headings, printed_backbones = tuple(("", name) for name in table.columns), set(map(plain, table.backbones))
+    extra = dict.fromkeys(model.backbone for model in evaluated if model.backbone is not None)
     backbones = [*table.backbones, *(backbone for backbone in extra if plain(backbone) not in printed_backbones)]
     sides: dict[str, Sequence[str | None]] = {f"Table {number}, {backbone}": [backbone] for backbone in backbones}
     if not table.backbones:
@@ -258,16 +271,6 @@ def _measured(collection: CombinedResults, parts: tuple[tuple[str, str], ...]) -
     return as_paper if all(task in collection.results.tasks for task, _ in as_paper) else parts
 
 
-def _headings(titles: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Give columns with the same first word a common heading: `Robust04 MAP` and `Robust04 p-MRR` under `Robust04`."""
-    parted = [title.partition(" ")[::2] for title in titles]
-    shared = [above for above, _ in parted]
-    return tuple(
-        (above, own) if own and shared.count(above) > 1 else ("", title)
-        for (above, own), title in zip(parted, titles, strict=True)
-    )
-
-
 def plain(name: str) -> str:
     """Normalize a name: case and punctuation do not count."""
     return re.sub(r"[^a-z0-9+]", "", name.lower())
@@ -277,37 +280,31 @@ def plain(name: str) -> str:
 
 
 def as_markdown(sheet: Sheet) -> str:
-    """Format a table, ours in bold beside the paper's, with remarks on errors in the paper's print."""
+    """Format a table of our own."""
     wide = len(sheet.columns)
     rows = [[sheet.of, *sheet.titles], ["---"] + ["---:"] * wide]
     for section, lines in groupby(sheet.lines, key=lambda line: line.section):
         if section:
             rows.append([f"*{section}*"] + [""] * wide)
         for line in lines:
-            label = f"**{line.label}**" if line.ours and sheet.mixed else line.label
-            label += f" ({line.seeds} seeds)" if line.seeds > 1 else ""
+            label = f"{line.label} ({line.seeds} seeds)" if line.seeds > 1 else line.label
             rows.append([label, *map(_markdown, line.numbers)])
-    table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    remarks = [f"- † {remark}" for remark in sheet.remarks]
-    return "\n".join([*table, *(["", *remarks] if remarks else [])])
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
 def _markdown(number: Number | None) -> str:
     if number is None:
         return "—"
-    parts = [number.value + ("†" if number.remark else "")]
-    if number.low is not None:
-        parts.append(f"[{number.low}, {number.high}]")
-    if number.stdev_over_seeds is not None:
-        parts.append(f"± {number.stdev_over_seeds}")
-    if number.difference is not None:
-        parts.append(number.difference + ("\\*" if number.significant else ""))
-    return " ".join(parts)
+    difference = (number.difference or "").replace(MARK, f"\\{MARK}")
+    return " ".join(filter(None, (number.value, number.interval, number.spread, difference)))
 
 
 def as_text(sheet: Sheet) -> str:
     """Format means and differences for a terminal or a log, in tables of at most `WIDTH` characters per line."""
-    rows = [[sheet.of, *sheet.titles], *([line.label, *map(_text, line.numbers)] for line in sheet.lines)]
+    rows = [
+        [sheet.of, *sheet.titles],
+        *([line.label, *(n.text if n else "n/a" for n in line.numbers)] for line in sheet.lines),
+    ]
     first, *others = [[cell.ljust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
     parts = [[first]]
     for column in others:  # each part begins with the labels
@@ -319,9 +316,3 @@ def as_text(sheet: Sheet) -> str:
         header, *lines = ["  ".join(row).rstrip() for row in zip(*part, strict=True)]
         blocks.append("\n".join([sheet.name, header, "  ".join("-" * len(column[0]) for column in part), *lines]))
     return "\n\n".join(blocks)
-
-
-def _text(number: Number | None) -> str:
-    if number is None:
-        return "n/a"
-    return " ".join(filter(None, (number.value, number.difference))) + (MARK if number.significant else "")

@@ -30,8 +30,7 @@ BLANK = "."
 class ApiEncoder:
     """A remote embedder. An evaluation has one process of it. Embeddings are unit vectors."""
 
-    def __init__(self, settings: RetrieverSettings, identity: str) -> None:
-        self.identity = identity
+    def __init__(self, settings: RetrieverSettings) -> None:
         self._settings = settings
 
     def encode_queries(self, queries: Sequence[Query]) -> np.ndarray:

@@ -1,22 +1,23 @@
-"""Resolves and loads retrievers: checkpoints, the baselines of the tables (baselines.yaml), and mappings of settings."""
+"""The interfaces of retrievers, and their loading: checkpoints, the baselines of the tables (baselines.yaml), mappings of settings."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import yaml
 
 from infembed_ray.config.base import nearest
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.retrievers.retriever import Retriever
+from infembed_ray.evaluation.metrics import Run
+from infembed_ray.evaluation.tasks.task import Query, Task
 from infembed_ray.modeling import checkpoint
 from infembed_ray.storage import steps
 from infembed_ray.storage.object_store import Folder, is_uri
@@ -25,7 +26,6 @@ from infembed_ray.storage.places import Place, address, place_of
 FILE = Path(__file__).with_name("baselines.yaml")
 _CLASSES = {
     "encoder": ("evaluation.retrievers.encoders", "CheckpointEncoder"),
-    "sentence_transformers": ("evaluation.retrievers.encoders", "SentenceTransformersEncoder"),
     "api": ("evaluation.retrievers.api", "ApiEncoder"),
     "bm25": ("evaluation.retrievers.bm25", "Bm25Ranker"),
     "run": ("evaluation.retrievers.runs", "RunRanker"),
@@ -36,6 +36,40 @@ _CLASSES = {
 """Kind -> module and class of its retriever, imported when it is loaded: some import torch or transformers."""
 _WITHOUT_WEIGHTS = ("api", "bm25", "run")
 """Kinds that take neither a device nor a number of tokens."""
+
+
+@runtime_checkable
+class TextEncoder(Protocol):
+    """Embeds queries and passages; documents are ranked by inner product."""
+
+    def encode_queries(self, queries: Sequence[Query]) -> np.ndarray:
+        """Embed queries with their instructions: (n, d) float32."""
+        ...
+
+    def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
+        """Embed passages: (n, d) float32."""
+        ...
+
+
+@runtime_checkable
+class PairReranker(Protocol):
+    """Scores pairs of a query and a passage, which it reads together."""
+
+    def score(self, pairs: Sequence[tuple[Query, str]]) -> np.ndarray:
+        """Score pairs: (n) float32, higher is more relevant."""
+        ...
+
+
+@runtime_checkable
+class Ranker(Protocol):
+    """Ranks a whole task in one process: BM25, or a given run."""
+
+    def rank(self, task: Task, depth: int) -> Run:
+        """Rank the top `depth` documents of every query, within its candidates and without its excluded documents."""
+        ...
+
+
+Retriever = TextEncoder | PairReranker | Ranker
 
 
 @cache
@@ -76,25 +110,15 @@ def resolve(
 def _over_baseline(where: str, name: str, given: Mapping[str, Any]) -> RetrieverSettings:
     """Merge given values over those of the baseline. Another model does not inherit the revision."""
     if name not in entries():
-        raise InputError.of(
-            where,
-            name,
-            f"no such baseline, {nearest(name, entries())}",
-            "or give a checkpoint directory, or a hub name like org/model",
-        )
-    values = dict(entries()[name])
-    if "model" in given:
-        values.pop("revision", None)
-    merged = _merged(values, {key: v for key, v in given.items() if key != "baseline"})
+        remedy = "or give a checkpoint directory, or a hub name like org/model"
+        raise InputError.of(where, name, f"no such baseline, {nearest(name, entries())}", remedy)
+    values = {key: value for key, value in entries()[name].items() if key != "revision" or "model" not in given}
+    merged = {
+        key: {**values[key], **value} if isinstance(value, Mapping) and key in values else value
+        for key, value in {**values, **given}.items()
+        if key != "baseline"
+    }
     return RetrieverSettings.from_mapping(merged, f"{where}.").model_copy(update={"baseline": name})
-
-
-def _merged(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    merged = {**values, **given}
-    for key in values.keys() & given.keys():
-        if isinstance(values[key], Mapping) and isinstance(given[key], Mapping):
-            merged[key] = _merged(values[key], given[key])
-    return merged
 
 
 def _absolute(model: str, setting: str) -> str:
@@ -105,9 +129,8 @@ def _absolute(model: str, setting: str) -> str:
     if path.is_dir():
         return str(steps.resolve(path).resolve())
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
-        raise InputError.of(
-            setting, model, "no such model directory", "give an existing one, or a hub name like org/model"
-        )
+        remedy = "give an existing one, or a hub name like org/model"
+        raise InputError.of(setting, model, "no such model directory", remedy)
     return model
 
 
@@ -118,13 +141,6 @@ def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str,
         InputError: there is no such model, or a package is missing.
     """
     kind, names = settings.kind, {"retriever": json.dumps(settings.identity(), sort_keys=True)}
-    if kind == "sentence_transformers" and importlib.util.find_spec("sentence_transformers") is None:
-        raise InputError.of(
-            where,
-            settings.baseline or settings.model,
-            "needs the package sentence-transformers",
-            "pip install 'infembed-ray[sentence-transformers]'",
-        )
     if kind == "bm25":
         from infembed_ray.modeling import terms
 
@@ -160,7 +176,7 @@ def _weights(settings: RetrieverSettings) -> list[tuple[str, str, str | None]]:
 
 
 def identity(settings: RetrieverSettings) -> str:
-    """Return 16 hex digits that change with anything that changes embeddings, scores or rankings.
+    """Return 16 hex digits that change with anything that changes embeddings, scores or rankings: weights and settings.
 
     The hash of a directory covers the contents of its files. The hash of a hub model covers its name and commit.
     """
@@ -169,18 +185,15 @@ def identity(settings: RetrieverSettings) -> str:
     return hashlib.sha256(json.dumps([contents, names], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load(
-    settings: RetrieverSettings, device: str = "cpu", batch_tokens: int = 4096, known: str | None = None
-) -> Retriever:
+def load(settings: RetrieverSettings, device: str = "cpu", batch_tokens: int = 4096) -> Retriever:
     """Load the retriever of settings from `resolve`; `batch_tokens` bound a forward pass, with padding.
 
-    Computing the identity reads all weights, if it is not `known`. InputError: a model, a key or a package is missing.
+    InputError: a model, a key or a package is missing.
     """
-    own = known or identity(settings)
     # A model in an object store is copied to this node.
     copies = {part: checkpoint.local(model) for part, model, _ in _weights(settings) if is_uri(model)}
     settings = settings.model_copy(update=copies)
     module, name = _CLASSES[settings.kind]
     retriever = getattr(importlib.import_module(f"infembed_ray.{module}"), name)
-    made: Retriever = retriever(settings, *(() if settings.kind in _WITHOUT_WEIGHTS else (device, batch_tokens)), own)
+    made: Retriever = retriever(settings, *(() if settings.kind in _WITHOUT_WEIGHTS else (device, batch_tokens)))
     return made

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import bm25s
 import numpy as np
 import pyarrow as pa
 
 from infembed_ray.config.evaluation import RetrieverSettings
-from infembed_ray.evaluation.metrics import Run
+from infembed_ray.evaluation.metrics import Run, ranks
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.modeling.formats import query_text
 from infembed_ray.modeling.terms import tokenizer
@@ -21,8 +21,7 @@ class Bm25Ranker:
     The formats of the settings decide whether the instruction is part of the query.
     """
 
-    def __init__(self, settings: RetrieverSettings, identity: str) -> None:
-        self.identity = identity
+    def __init__(self, settings: RetrieverSettings) -> None:
         self._settings = settings
 
     def rank(self, task: Task, depth: int) -> Run:
@@ -45,17 +44,11 @@ class Bm25Ranker:
                 rows = np.array([row_of[c] for c in dict.fromkeys(task.candidates[query.id]) if c in row_of], dtype=int)
             excluded = task.excluded.get(query.id, frozenset())
             rows = rows[[ids[row] not in excluded for row in rows]] if excluded else rows
-            run[query.id] = _top(ids, scores, rows, depth)
+            if len(rows) > depth:
+                rows = rows[scores[rows] >= np.partition(scores[rows], -depth)[-depth]]
+            score_of = {ids[row]: float(scores[row]) for row in rows}
+            run[query.id] = {document: score_of[document] for document in list(ranks(score_of))[:depth]}
         return run
-
-
-def _top(ids: Sequence[str], scores: np.ndarray, rows: np.ndarray, depth: int) -> dict[str, float]:
-    """Return the top `depth` of some rows by (score, id), both descending."""
-    if len(rows) > depth:
-        last = np.partition(scores[rows], -depth)[-depth]
-        rows = rows[scores[rows] >= last]
-    ordered = sorted(((float(scores[row]), ids[row]) for row in rows), reverse=True)
-    return {document: score for score, document in ordered[:depth]}
 
 
 def _texts(corpus: pa.Table) -> Iterator[str]:

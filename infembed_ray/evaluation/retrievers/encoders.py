@@ -1,8 +1,4 @@
-"""Local encoders: checkpoints through `InstructionEncoder`, others through sentence-transformers.
-
-sentence-transformers serves models with modules of its own (Dense layers: INSTRUCTOR). Code that comes with a model never
-runs.
-"""
+"""Local encoders. Code that comes with a model never runs."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling import checkpoint, pretrained
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.formats import passage_text, query_format, query_text, split
+from infembed_ray.modeling.formats import passage_text, query_text
 
 
 class CheckpointEncoder:
@@ -26,8 +22,7 @@ class CheckpointEncoder:
     cannot be loaded or does not fit the settings.
     """
 
-    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
-        self.identity = identity
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int) -> None:
         self._settings = settings
         self._batch_tokens = batch_tokens
         formatted = settings.instructed_query is not None
@@ -48,7 +43,7 @@ class CheckpointEncoder:
                 "model",
                 settings.model,
                 "kind=encoder does not load an encoder-decoder model",
-                "set kind=sentence_transformers if that library made it an embedder, or kind=seq2seq for a reranker",
+                "set kind=seq2seq for a reranker, or serve an embedder behind /v1/embeddings and set kind=api",
             )
         if settings.adapter is not None:
             self.encoder.backbone = pretrained.with_adapters(self.encoder.backbone, settings.adapter)
@@ -69,62 +64,3 @@ class CheckpointEncoder:
         """Embed passages: (n, d) float32."""
         formatted = [passage_text(self._settings.passage, text) for text in texts]
         return self.encoder.encode_passages(formatted, batch_tokens=self._batch_tokens)
-
-
-class SentenceTransformersEncoder:
-    """A model that sentence-transformers loads, with our prompts. Embeddings are unit vectors, except of a model whose own
-    similarity is the inner product.
-
-    Args and errors are those of `CheckpointEncoder`; the prompt is pooled as the model describes it.
-    """
-
-    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int, identity: str) -> None:
-        self.identity = identity
-        self._settings = settings
-        self._batch_tokens = batch_tokens
-        self.model = pretrained.sentence_transformer(
-            settings.model,
-            f"model={settings.model}",
-            device,
-            getattr(torch, settings.dtype),
-            settings.revision,
-            truncate_dim=settings.dimensions,
-        )
-        self._normalize = self.model.similarity_fn_name != "dot"
-        self._pools_prompts = all(getattr(module, "include_prompt", True) for module in self.model)
-        self._max_length = self.model.max_seq_length or 512
-
-    def encode_queries(self, queries: Sequence[Query]) -> np.ndarray:
-        """Embed queries with their instructions: (n, d) float32."""
-        inputs = []
-        for query in queries:
-            text_format = query_format(self._settings, query)
-            prompt, rest = split(text_format, "query", instruction=query.instruction or "")
-            inputs.append((prompt, query.query + rest))
-        return self._encode(inputs, self._settings.query_length)
-
-    def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
-        """Embed passages: (n, d) float32."""
-        prompt, rest = split(self._settings.passage or "{passage}", "passage")
-        return self._encode([(prompt, text + rest) for text in texts], self._settings.passage_length)
-
-    def _encode(self, inputs: Sequence[tuple[str, str]], length: int | None) -> np.ndarray:
-        """Embed (prompt, text) pairs, grouped by prompt where prompts are not pooled."""
-        self.model.max_seq_length = min(length or self._max_length, self._max_length)
-        rows: dict[str, list[int]] = {}
-        for row, (prompt, _) in enumerate(inputs):
-            rows.setdefault("" if self._pools_prompts else prompt, []).append(row)
-        embeddings = np.empty((len(inputs), 0), dtype=np.float32)
-        for prompt, of_prompt in rows.items():
-            encoded = self.model.encode(
-                [inputs[row][1] if prompt else "".join(inputs[row]) for row in of_prompt],
-                prompt=prompt,
-                batch_size=max(1, self._batch_tokens // self.model.max_seq_length),
-                normalize_embeddings=self._normalize,
-                show_progress_bar=False,
-                convert_to_tensor=True,
-            )
-            if not embeddings.shape[1]:
-                embeddings = np.empty((len(inputs), encoded.shape[1]), dtype=np.float32)
-            embeddings[of_prompt] = encoded.float().cpu().numpy()
-        return embeddings

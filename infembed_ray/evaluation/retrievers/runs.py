@@ -15,15 +15,13 @@ import numpy as np
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Run, ranks
-from infembed_ray.evaluation.tasks.layouts import words as words_of
 from infembed_ray.evaluation.tasks.task import Task
-from infembed_ray.storage.places import Place, place_of
+from infembed_ray.storage.places import Place, errors_at, place_of, read_binary
 
 RUNS = "runs"
 """Folder of an evaluation's runs: a folder per model, a file per task."""
 SUFFIX = ".run.gz"
-_LEVEL = 4
-"""Level of compression: a tenth larger than the default, in half the time."""
+_GZIP = b"\x1f\x8b"
 _UNSAFE = re.compile(r"[\s%]")
 _OURS = "infembed-"
 """First part of the names of runs that `write` made, whose ids are percent-encoded."""
@@ -33,8 +31,7 @@ _COLUMNS = "query Q0 document rank score name"
 class RunRanker:
     """Ranks a task as a given run does; `settings` are from `baselines.resolve`."""
 
-    def __init__(self, settings: RetrieverSettings, identity: str) -> None:
-        self.identity = identity
+    def __init__(self, settings: RetrieverSettings) -> None:
         self._path = place_of(settings.model)
 
     def rank(self, task: Task, depth: int) -> dict[str, dict[str, float]]:
@@ -69,7 +66,8 @@ def write(directory: Path, model: str, task: str, run: Run) -> None:
     """
     file = directory / file_name(model) / f"{file_name(task)}{SUFFIX}"
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("wb") as raw, gzip.GzipFile("", "wb", _LEVEL, raw, mtime=0) as stream:
+    # Level 4 gives files a tenth larger than the default, in half the time.
+    with file.open("wb") as raw, gzip.GzipFile("", "wb", 4, raw, mtime=0) as stream:
         for lines in _lines(run, f"{_OURS}{file_name(model)}"):
             stream.write(lines.encode())
 
@@ -81,9 +79,17 @@ def read(file: Place, name: str) -> dict[str, dict[str, float]]:
         InputError: a line is malformed, a score is not finite, a document occurs twice, or the file is empty.
     """
     run: dict[str, dict[str, float]] = defaultdict(dict)
-    for number, words in words_of(file, name):
+    with errors_at(file, name):
+        content = read_binary(file)
+    try:
+        text = (gzip.decompress(content) if content.startswith(_GZIP) else content).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InputError.of(name, file, f"not readable ({error})", "copy it again") from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
-            query, _, document, _, score, tag = words
+            query, _, document, _, score, tag = line.split()
             value = float(score)
         except ValueError:
             raise InputError.of(name, file, f"line {number} is not `{_COLUMNS}`", "correct the line") from None

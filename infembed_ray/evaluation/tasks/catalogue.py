@@ -13,10 +13,9 @@ import yaml
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks import layouts
-from infembed_ray.evaluation.tasks.checks import checked
 from infembed_ray.evaluation.tasks.layouts import CHANGED, MEASURES, ORIGINAL
-from infembed_ray.evaluation.tasks.repository import Part, Repository, downloaded
-from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Task
+from infembed_ray.evaluation.tasks.repository import Repository, downloaded
+from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Task, checked
 from infembed_ray.storage.object_store import is_uri
 from infembed_ray.storage.places import Place, errors_at
 from infembed_ray.storage.steps import open_place
@@ -37,31 +36,31 @@ _READERS: Mapping[str, Callable[..., Task]] = {
 # ------------------------------------------------------------------------------------------- the paper's protocol
 
 
-def _swap_judgements(task: Task, _: Mapping[str, str]) -> dict[str, Any]:
+def _swap_judgements(task: Task, _: TaskEntry) -> Task:
     other = {ORIGINAL: CHANGED, CHANGED: ORIGINAL}
     parted = {query: query.rpartition("-") for query in task.qrels}
-    return {"qrels": {query: task.qrels[f"{stem}-{other[kind]}"] for query, (stem, _, kind) in parted.items()}}
+    return replace(task, qrels={q: task.qrels[f"{stem}-{other[kind]}"] for q, (stem, _, kind) in parted.items()})
 
 
-def _instruct(task: Task, instructions: Mapping[str, str]) -> dict[str, Any]:
+def _instruct(task: Task, entry: TaskEntry) -> Task:
     """Give every query the instruction of its subset; `others` is that of subsets without their own."""
-    subset = task.name.rpartition("/")[2].removesuffix(AS_PAPER)
-    instruction = instructions.get(subset, instructions["others"]).format(subset=subset)
+    subset = entry.options["subset"]
+    instruction = entry.instructions.get(subset, entry.instructions["others"]).format(subset=subset)
     queries = tuple(replace(query, instruction=instruction) for query in task.queries)
-    return {"queries": queries, "about": {**task.about, "instruction": instruction}}
+    return replace(task, queries=queries, about={**task.about, "instruction": instruction})
 
 
-def _group_by_text(task: Task, _: Mapping[str, str]) -> dict[str, Any]:
-    return {"queries": tuple(replace(query, group=query.query.strip()) for query in task.queries)}
+def _group_by_text(task: Task, _: TaskEntry) -> Task:
+    return replace(task, queries=tuple(replace(query, group=query.query.strip()) for query in task.queries))
 
 
-DIFFERENCES: Mapping[str, tuple[str, Callable[[Task, Mapping[str, str]], dict[str, Any]]]] = {
+DIFFERENCES: Mapping[str, tuple[str, Callable[[Task, TaskEntry], Task]]] = {
     "followir": ("original queries judged by the changed judgements, and the reverse", _swap_judgements),
     "bright": ("every query has the instruction of its subset", _instruct),
     "instructir": ("Robustness over queries of equal text", _group_by_text),
 }
-"""Layout -> how the paper's protocol differs from ours, in words, as results record it, and the fields of the task that
-change. docs/reproduction.md has the sources."""
+"""Layout -> how the paper's protocol differs from ours, in words, as results record it, and the change of a task.
+docs/reproduction.md has the sources."""
 
 
 # ------------------------------------------------------------------------------------------------------- entries
@@ -81,8 +80,8 @@ class TaskEntry:
     """Their commit; None: unknown, so the newest is downloaded."""
     layout: str
     """Key of `_READERS`."""
-    parts: tuple[Part, ...] = ()
-    """What it reads of each repository; empty: everything that the dataset card lists."""
+    part: str = ""
+    """Part of the names of the files that it reads of each repository; empty: everything that the dataset card lists."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Arguments of the layout's reader."""
     instructions: Mapping[str, str] = field(default_factory=dict)
@@ -93,10 +92,7 @@ class TaskEntry:
 class Benchmark:
     """A set of published tasks and their averages."""
 
-    name: str
     title: str
-    source: str
-    """Publication."""
     tasks: tuple[TaskEntry, ...]
     """Tasks that `tasks=[<name>]` evaluates."""
     averages: Mapping[str, Mapping[str, str]]
@@ -145,21 +141,15 @@ def _benchmark(name: str, values: Mapping[str, Any], suffix: str) -> Benchmark:
     def entry(key: str, own: Mapping[str, Any]) -> TaskEntry:
         of_task = {**values, **own}
         repositories, layout = of_task["repository"], values["layout"]
-        options: dict[str, str] = {}
-        parts: tuple[Part, ...] = ()
-        if layout == "followir":
-            options = {"measure": of_task["measure"]}
-        elif layout == "mair":
-            options, parts = {"config": of_task["config"]}, ((of_task["config"], None),)
-        elif layout == "bright":
-            options, parts = {"subset": key}, (("documents", key), ("examples", key))
+        options: dict[str, str] = {name: of_task[name] for name in ("measure", "config") if name in of_task}
+        options |= {"subset": key} if layout == "bright" else {}
         return TaskEntry(
             name=(key if key == name else f"{name}/{key}") + suffix,
             title=title if key == name else of_task["title"],
             repositories=tuple(repositories if isinstance(repositories, list) else [repositories]),
             revision=of_task["revision"],
             layout=layout,
-            parts=parts,
+            part=options.get("config") or options.get("subset", ""),
             options=options,
             instructions=values.get("instructions", {}),
         )
@@ -169,7 +159,7 @@ def _benchmark(name: str, values: Mapping[str, Any], suffix: str) -> Benchmark:
         column: {tasks[key].name: figures if isinstance(figures, str) else figures[key] for key in tasks}
         for column, figures in values.get("averages", {}).items()
     }
-    return Benchmark(f"{name}{suffix}", title, values["source"], tuple(tasks.values()), averages)
+    return Benchmark(title, tuple(tasks.values()), averages)
 
 
 _LISTED = yaml.safe_load(Path(__file__).with_name("catalogue.yaml").read_text(encoding="utf-8"))
@@ -208,14 +198,13 @@ def load(name: str, data: str | None = None, measures: Sequence[str] = ()) -> Ta
 def _published(entry: TaskEntry, data: Place | None) -> Task:
     repositories = []
     for name in entry.repositories:
-        about = (name, entry.name, entry.revision, entry.parts)
+        about = (entry.name, name, entry.revision, entry.part)
         repositories.append(Repository(data / name, *about) if data else downloaded(*about))
     task = _READERS[entry.layout](*repositories, **entry.options)
     task = replace(task, about={"repositories": {r.name: r.commit for r in repositories}})
     if entry.name.endswith(AS_PAPER) and entry.layout in DIFFERENCES:
         words, change = DIFFERENCES[entry.layout]
-        task = replace(task, about={**task.about, "protocol": words})
-        task = replace(task, **change(task, entry.instructions))
+        task = change(replace(task, about={**task.about, "protocol": words}), entry)
     return task
 
 

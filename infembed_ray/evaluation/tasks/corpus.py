@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.embeddings import digest
 from infembed_ray.evaluation.tasks.task import CORPUS
 from infembed_ray.progress import track
 from infembed_ray.storage.object_store import Folder, scratch
@@ -27,7 +26,7 @@ _NAME = b"file"
 """Key of the table's metadata with the name of its file."""
 
 
-def mapped(task: str, files: Sequence[Place | str], documents: Callable[[], Iterator[tuple[str, str]]]) -> pa.Table:
+def mapped(task: str, files: Sequence[Place], documents: Callable[[], Iterator[tuple[str, str]]]) -> pa.Table:
     """Return the corpus of some files, memory-mapped: (m) `CORPUS`, in the order of the files.
 
     It is cached in `directory`, where a link named by the names, sizes and times of the files leads to it. Texts are
@@ -35,10 +34,10 @@ def mapped(task: str, files: Sequence[Place | str], documents: Callable[[], Iter
 
     Args:
         task: name of the task, for progress and error messages.
-        files: the files that `documents` reads, or what else says which version of the documents it yields.
+        files: the files that `documents` reads.
         documents: yields ids and texts; not called if the corpus is cached.
     """
-    stats = [(file,) if isinstance(file, str) else (str(file), *_size_and_time(file)) for file in files]
+    stats = [(str(file), *_size_and_time(file)) for file in files]
     link = directory() / hashlib.sha256(json.dumps([_FORMAT, stats]).encode()).hexdigest()[:16]
     if not link.is_file():
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -65,6 +64,15 @@ def name_of(corpus: pa.Table) -> str:
         return str(name.decode())
     texts = (text for batch in batches(corpus) for column in batch.columns for text in column.to_pylist())
     return f"{digest(texts)}.arrow"
+
+
+def digest(texts: Iterable[str | None]) -> str:
+    """Hash texts with their order and boundaries: the first 32 hex digits of SHA-256. None differs from every text."""
+    sha = hashlib.sha256()
+    for text in texts:
+        encoded = None if text is None else text.encode()
+        sha.update(b"-" if encoded is None else b"%d:" % len(encoded) + encoded)
+    return sha.hexdigest()[:32]
 
 
 def batches(corpus: pa.Table) -> Iterator[pa.RecordBatch]:

@@ -1,4 +1,4 @@
-"""Readers of the layouts that collections are published in: mteb, BEIR, MAIR, BRIGHT, bare judgements.
+"""Readers of the layouts that collections are published in: mteb, BEIR, MAIR, BRIGHT.
 
 What a collection has decides what it measures: `qrel_diff` gives p-MRR, as in FollowIR; one query under several instructions
 gives Robustness@10, as in InstructIR.
@@ -6,25 +6,18 @@ gives Robustness@10, as in InstructIR.
 
 from __future__ import annotations
 
-import gzip
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
-from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Change
-from infembed_ray.evaluation.tasks.checks import judgements
 from infembed_ray.evaluation.tasks.corpus import mapped
-from infembed_ray.evaluation.tasks.repository import Directory, Repository, has_corpus
-from infembed_ray.evaluation.tasks.task import CORPUS, ROBUSTNESS, Figure, Query, Task
-from infembed_ray.records.tables import FORMATS
+from infembed_ray.evaluation.tasks.repository import Repository
+from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Query, Task, judgements
 from infembed_ray.storage.object_store import is_uri
-from infembed_ray.storage.places import Place, errors_at, read_binary
 from infembed_ray.storage.steps import find_input
 
 MEASURES = ("nDCG@10", "recall@100", "MAP@1000", "MRR@10")
@@ -32,7 +25,6 @@ MEASURES = ("nDCG@10", "recall@100", "MAP@1000", "MRR@10")
 ORIGINAL, CHANGED = "og", "changed"
 """Suffixes of the ids of FollowIR's two versions of a query, and their kinds."""
 _ID = "_id|id"
-_GZIP = b"\x1f\x8b"
 _NDCG = Figure("nDCG@10", "nDCG@10")
 _NOT_AVAILABLE = "N/A"
 """The only item of an empty list in BRIGHT."""
@@ -49,12 +41,7 @@ def read_mteb(repository: Repository, split: str = "test") -> Task:
     - `instruction`, optional: `query-id`, `instruction`; otherwise a column of that name in `queries`, if there is one.
     - `top_ranked`, optional: `query-id`, `corpus-ids`.
     """
-    corpus = mapped(
-        repository.task,
-        repository.files("corpus"),
-        lambda: ((str(row[_ID]), with_title(row)) for row in repository.rows("corpus", None, (_ID, "text"))),
-    )
-    instructions = repository.by_query("instruction", ("instruction",)) if "instruction" in repository.configs else None
+    instructions = repository.by_query("instruction", "instruction") if "instruction" in repository.configs else None
     queries = []
     for row in repository.rows("queries", None, (_ID, "text")):
         query = str(row[_ID])
@@ -63,22 +50,26 @@ def read_mteb(repository: Repository, split: str = "test") -> Task:
         instruction = (row if instructions is None else instructions[query]).get("instruction")
         group = None if row.get("group") is None else str(row["group"])
         queries.append(Query(query, str(row["text"]), instruction or None, group=group))
-    judged = repository.rows(_judgements(repository), split, ("query-id", "corpus-id", "score"))
+    config = "qrels" if "qrels" in repository.configs and "default" not in repository.configs else "default"
+    judged = repository.rows(config, split, ("query-id", "corpus-id", "score"))
     candidates: dict[str, list[str]] | None = None
     if "top_ranked" in repository.configs:
-        ranked = repository.by_query("top_ranked", (), ("corpus-ids",))
+        ranked = repository.by_query("top_ranked", "corpus-ids")
         candidates = {query: [str(document) for document in row["corpus-ids"]] for query, row in ranked.items()}
     qrels = judgements(repository.task, ((row["query-id"], row["corpus-id"], row["score"]) for row in judged))
+    corpus = _corpus(repository, "corpus", None, _ID, "text")
     return Task(repository.task, corpus, tuple(queries), qrels, figures=(), candidates=candidates)
 
 
-def with_title(row: Mapping[str, Any]) -> str:
-    """Return a document's text after its title, if it has one, as mteb and BEIR join them."""
-    return f"{row['title']} {row['text']}" if row.get("title") else str(row["text"])
+def _corpus(repository: Repository, config: str, split: str | None, name: str, text: str) -> pa.Table:
+    """Return the corpus of a split, by its columns of ids and of texts. mteb and BEIR join `title` and `text`."""
 
+    def documents() -> Iterator[tuple[str, str]]:
+        for row in repository.rows(config, split, (name, text)):
+            title = row.get("title") if text == "text" else None
+            yield str(row[name]), f"{title} {row[text]}" if title else str(row[text])
 
-def _judgements(repository: Repository) -> str:
-    return "qrels" if "qrels" in repository.configs and "default" not in repository.configs else "default"
+    return mapped(repository.task, repository.files(config, split), documents)
 
 
 # ------------------------------------------------------------------------------------- published benchmarks
@@ -95,7 +86,7 @@ def read_followir(repository: Repository, measure: str) -> Task:
         if not query.id.endswith((f"-{ORIGINAL}", f"-{CHANGED}")):  # it would count in no figure
             fault = f"query {query.id} ends neither in -{ORIGINAL} nor in -{CHANGED}"
             raise repository.fault(fault, "rename or drop it")
-    differences = repository.by_query("qrel_diff", (), ("corpus-ids",))
+    differences = repository.by_query("qrel_diff", "corpus-ids")
     return replace(
         task,
         queries=tuple(replace(query, kind=query.id.rpartition("-")[2]) for query in task.queries),
@@ -124,16 +115,11 @@ def read_bright(repository: Repository, subset: str) -> Task:
     """Read a subset of BRIGHT (Su et al., 2024), a split of `documents` (`id`, `content`) and of `examples`: `id`, `query`,
     `gold_ids` (relevant documents), `excluded_ids` (never ranked for it, such as the source of the query).
     """
-    examples = list(repository.rows("examples", subset, ("id", "query"), ("gold_ids", "excluded_ids")))
+    examples = list(repository.rows("examples", subset, ("id", "query", "gold_ids", "excluded_ids")))
     excluded = {str(e["id"]): frozenset(map(str, e["excluded_ids"])) - {_NOT_AVAILABLE} for e in examples}
-    rows = partial(repository.rows, "documents", subset, ("id", "content"))
     return Task(
         name=repository.task,
-        corpus=mapped(
-            repository.task,
-            repository.files("documents", subset),
-            lambda: ((str(row["id"]), str(row["content"])) for row in rows()),
-        ),
+        corpus=_corpus(repository, "documents", subset, "id", "content"),
         queries=tuple(Query(str(example["id"]), str(example["query"])) for example in examples),
         qrels=judgements(repository.task, ((e["id"], document, 1) for e in examples for document in e["gold_ids"])),
         figures=(_NDCG,),
@@ -145,7 +131,7 @@ def read_mair(queries: Repository, docs: Repository, config: str) -> Task:
     """Read a task of MAIR (Sun et al., 2024): `queries` (`qid`, `instruction`, `query`, `labels` with `id` and `score`) and
     `docs` (`id`, `doc`).
     """
-    rows = list(queries.rows(config, None, ("qid", "instruction", "query"), ("labels",)))
+    rows = list(queries.rows(config, None, ("qid", "instruction", "query", "labels")))
     labels = []
     for row in rows:
         for label in row["labels"]:
@@ -155,11 +141,7 @@ def read_mair(queries: Repository, docs: Repository, config: str) -> Task:
             labels.append((row["qid"], label["id"], label["score"]))
     return Task(
         name=queries.task,
-        corpus=mapped(
-            queries.task,
-            docs.files(config),
-            lambda: ((str(row["id"]), str(row["doc"])) for row in docs.rows(config, None, ("id", "doc"))),
-        ),
+        corpus=_corpus(docs, config, None, "id", "doc"),
         queries=tuple(Query(str(row["qid"]), str(row["query"]), row["instruction"] or None) for row in rows),
         qrels=judgements(queries.task, labels),
         figures=(_NDCG,),
@@ -170,11 +152,13 @@ def read_mair(queries: Repository, docs: Repository, config: str) -> Task:
 
 
 def read_own(name: str) -> Task:
-    """Read a collection that is no published task: a directory in mteb's or BEIR's layout, or its URI in an object store; the
-    file of the judgements of another split than `test`; or judgements without a corpus, for runs alone.
+    """Read a collection that is no published task: a directory in mteb's or BEIR's layout, or its URI in an object store; or
+    the file of the judgements of another split than `test`.
     """
-    root, split = _located(name)
-    return _of_judgements(name, root) if split is None else read_repository(Directory(root, name), split)
+    given = find_input(name, "tasks") if is_uri(name) else Path(name).expanduser().absolute()
+    if given.is_file():
+        return read_repository(Repository(given.parent.parent, name), given.stem)
+    return read_repository(Repository(given, name))
 
 
 def read_repository(repository: Repository, split: str = "test") -> Task:
@@ -186,52 +170,6 @@ def read_repository(repository: Repository, split: str = "test") -> Task:
         return read_followir(repository, MEASURES[0])
     task = read_mteb(repository, split)
     return _grouped(replace(task, queries=tuple(query for query in task.queries if query.id in task.qrels)))
-
-
-def _located(name: str) -> tuple[Place, str | None]:
-    """Return the directory and the split of a path or a URI; the file and None for judgements without a corpus."""
-    given = find_input(name, "tasks") if is_uri(name) else Path(name).expanduser().absolute()
-    directory = given.parent.parent
-    if given.suffix in FORMATS and has_corpus(directory):
-        return directory, given.stem
-    return (given, None) if given.is_file() else (given, "test")
-
-
-def _of_judgements(name: str, file: Place) -> Task:
-    """Make a task of judgements alone. Its corpus holds the ids of the judged documents, so only runs can be evaluated."""
-    qrels = judgements(name, read_qrels(file, "tasks"))
-    documents = list(dict.fromkeys(document for judged in qrels.values() for document in judged))
-    return Task(
-        name=name,
-        corpus=pa.table({"id": documents, "text": ["(not given)"] * len(documents)}, schema=CORPUS),
-        queries=tuple(Query(query, query) for query in qrels),
-        qrels=qrels,
-        figures=(),
-        only_runs=True,
-    )
-
-
-def read_qrels(file: Place, name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield query, document and grade of TREC judgements (`query 0 document grade`) or BEIR's (with a header)."""
-    for number, line in words(file, name):
-        if number == 1 and len(line) == 3 and not line[2].lstrip("-").isdecimal():
-            continue  # BEIR's header
-        if len(line) not in (3, 4):
-            raise InputError.of(name, file, f"line {number} is not `query 0 document grade`", "correct the line")
-        yield line[0], line[-2], line[-1]
-
-
-def words(file: Place, name: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield number and words of the lines of a text, perhaps compressed by gzip, that are not blank; `name` is the setting."""
-    with errors_at(file, name):
-        content = read_binary(file)
-    try:
-        text = (gzip.decompress(content) if content.startswith(_GZIP) else content).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise InputError.of(name, file, f"not readable ({error})", "copy it again") from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        if parts := line.split():
-            yield number, parts
 
 
 def _grouped(task: Task) -> Task:

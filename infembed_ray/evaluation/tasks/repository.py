@@ -25,27 +25,27 @@ _SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.)")
 
 Configs = Mapping[str, Mapping[str, Sequence[str]]]
 """Configuration -> split -> patterns of its files."""
-Part = tuple[str, str | None]
-"""A configuration of a repository and one of its splits; None: all splits."""
 
 
 class Repository:
-    """A repository `<owner>/<name>` at a place, as a task reads it.
+    """A repository `<owner>/<name>` at a place, or one's own directory in the layout of mteb or BEIR, as a task reads it.
+
+    Without a dataset card, names tell the configurations and splits of one's own directory: `corpus.jsonl`, `qrels/test.tsv`,
+    `queries/queries-00000-of-00001.parquet`.
 
     Args:
         task: name of the task, for error messages.
+        name: of the repository; empty: one's own directory.
         revision: the commit that it must have; None: any.
-        parts: what the task reads of it; empty: everything.
+        part: part of the names of the files that the task reads; empty: everything.
     """
 
-    def __init__(
-        self, path: Place, name: str, task: str, revision: str | None = None, parts: Sequence[Part] = ()
-    ) -> None:
+    def __init__(self, path: Place, task: str, name: str = "", revision: str | None = None, part: str = "") -> None:
         self.path = path
-        self.name = name
         self.task = task
+        self.name = name
         self.revision = revision
-        self.remedy = f"run `{download_command(name, path, revision, parts)}`"
+        self.remedy = f"run `{download_command(name, path, revision, part)}`" if name else "add it"
 
     @cached_property
     def commit(self) -> str | None:
@@ -57,8 +57,10 @@ class Repository:
 
     @cached_property
     def configs(self) -> Configs:
-        """The configurations on its card; InputError if it is missing, or at another commit."""
+        """The configurations on its card; InputError if a repository has none, or is at another commit."""
         card = read_text(self.path / CARD)
+        if not self.name and "\nconfigs:" not in (card or ""):
+            return _by_names(self._names)
         if card is None:
             raise self.fault(f"no {self.path / CARD}", self.remedy)
         if self.revision and self.commit not in (None, self.revision):
@@ -74,12 +76,12 @@ class Repository:
         return InputError.of("tasks", self.task, fault, remedy)
 
     def splits(self, config: str) -> Sequence[str]:
-        """Return the splits of a configuration; InputError if the card has none of this name."""
+        """Return the splits of a configuration; InputError if there is none of this name."""
         if config not in self.configs:
-            listed = ", ".join(self.configs)
-            raise self.fault(
-                f"{self.path / CARD} lists no configuration {config}, but {listed}", f"is it {self.name}'s card?"
+            fault = (
+                f"no {'qrels/test' if config == 'default' else config} in {self.path}, but {', '.join(self.configs)}"
             )
+            raise self.fault(fault, "give corpus, queries and qrels/test, or the card that names them")
         return list(self.configs[config])
 
     def files(self, config: str, split: str | None = None) -> list[Place]:
@@ -91,7 +93,9 @@ class Repository:
         splits = self.splits(config)
         if split is None or split not in splits:
             if len(splits) != 1:
-                raise self.fault(f"{config} of {self.name} has the splits {', '.join(splits)}, not {split}")
+                raise self.fault(
+                    f"{config} of {self.name or self.path} has the splits {', '.join(splits)}, not {split}"
+                )
             split = splits[0]
         names = matching(self.configs[config][split], self._names)
         if not names:
@@ -102,36 +106,30 @@ class Repository:
             raise self.fault(f"{self.path} has {few}", self.remedy)
         return [self.path / name for name in names]
 
-    def rows(
-        self, config: str, split: str | None, columns: Sequence[str], lists: Sequence[str] = ()
-    ) -> Iterator[dict[str, Any]]:
+    def rows(self, config: str, split: str | None, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield the rows of a split in bounded memory, each with every required column under the name that is given here.
 
         Args:
             config, split: as `files` takes them.
-            columns: required columns of single values; `_id|id` accepts either name.
-            lists: required columns of lists.
+            columns: required columns; `_id|id` accepts either name.
 
         Raises:
-            InputError: a file cannot be read, a row lacks a column, or a value is a list where it must not be or vice versa.
+            InputError: a file cannot be read, or a row lacks a column.
         """
         for file in self.files(config, split):
             for number, values in enumerate(raw_rows(file, f"tasks={self.task}: file"), start=1):
-                for column in (*columns, *lists):
+                for column in columns:
                     present = next((name for name in column.split("|") if values.get(name) is not None), None)
-                    where = f"{file}: row {number}: column {column.replace('|', ' or ')}"
                     if present is None:
+                        where = f"{file}: row {number}: column {column.replace('|', ' or ')}"
                         raise self.fault(f"{where} is missing or null; the row has {', '.join(values)}", "add it")
-                    if isinstance(values[present], list) != (column in lists) or isinstance(values[present], dict):
-                        remedy = "give a list" if column in lists else "give a single value"
-                        raise self.fault(f"{where} holds {repr(values[present])[:60]}", remedy)
                     values[column] = values[present]
                 yield values
 
-    def by_query(self, config: str, columns: Sequence[str], lists: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    def by_query(self, config: str, column: str) -> dict[str, dict[str, Any]]:
         """Return the rows of a configuration with at most one row per query: `query-id` -> row."""
         row_of: dict[str, dict[str, Any]] = {}
-        for row in self.rows(config, None, ("query-id", *columns), lists):
+        for row in self.rows(config, None, ("query-id", column)):
             query = str(row["query-id"])
             if query in row_of:
                 raise self.fault(f"query {query} has two rows in `{config}`", "keep one")
@@ -139,42 +137,21 @@ class Repository:
         return row_of
 
 
-class Directory(Repository):
-    """One's own directory in the layout of mteb or BEIR. Without a dataset card, names tell configurations and splits:
-    `corpus.jsonl`, `qrels/test.tsv`, `queries/queries-00000-of-00001.parquet`.
-    """
-
-    def __init__(self, path: Place, task: str) -> None:
-        super().__init__(path, path.name, task)
-        self.remedy = "add it"
-
-    @cached_property
-    def configs(self) -> Configs:
-        card = read_text(self.path / CARD)
-        if card is not None and "\nconfigs:" in card:
-            return configs(card, f"tasks={self.task}: {self.path / CARD}")
-        files_of: dict[str, dict[str, list[str]]] = {}
-        for name in map(PurePosixPath, self._names):
-            if name.suffix in FORMATS and len(name.parts) <= 2:
-                split = re.sub(r"-\d{5}-of-\d{5}$", "", name.stem)
-                files_of.setdefault(PurePosixPath(name.parts[0]).stem, {}).setdefault(split, []).append(str(name))
-        return files_of
-
-    def splits(self, config: str) -> Sequence[str]:
-        if config not in self.configs:
-            wanted = "qrels/test.tsv" if config == "default" else f"{config}.jsonl"
-            raise self.fault(
-                f"no {wanted} in {self.path}", "give a directory with corpus.jsonl, queries.jsonl and qrels/test.tsv"
-            )
-        return super().splits(config)
+def _by_names(names: Iterable[str]) -> Configs:
+    files_of: dict[str, dict[str, list[str]]] = {}
+    for name in map(PurePosixPath, names):
+        if name.suffix in FORMATS and len(name.parts) <= 2:
+            split = re.sub(r"-\d{5}-of-\d{5}$", "", name.stem)
+            files_of.setdefault(PurePosixPath(name.parts[0]).stem, {}).setdefault(split, []).append(str(name))
+    return files_of
 
 
-def downloaded(name: str, task: str, revision: str | None = None, parts: Sequence[Part] = ()) -> Repository:
+def downloaded(task: str, name: str, revision: str | None = None, part: str = "") -> Repository:
     """Return a repository in the cache of the hub's client, which downloads what the task reads and what is missing."""
     from huggingface_hub import snapshot_download  # takes half a second
     from huggingface_hub.errors import HTTPError
 
-    wanted = [CARD, *_patterns(parts)] if parts else None
+    wanted = [CARD, f"*{part}*"] if part else None
     try:
         path = Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=wanted))
     except (OSError, HTTPError) as error:
@@ -182,27 +159,17 @@ def downloaded(name: str, task: str, revision: str | None = None, parts: Sequenc
             "tasks",
             task,
             f"data is not set, and {name} cannot be downloaded ({in_one_line(error)[:300]})",
-            f"on a machine with internet run `{download_command(name, Path('DIR', name), revision, parts)}`, copy DIR, and set "
+            f"on a machine with internet run `{download_command(name, Path('DIR', name), revision, part)}`, copy DIR, and set "
             "data=DIR",
         ) from error
-    return Repository(path, name, task, revision, parts)
+    return Repository(path, task, name, revision, part)
 
 
-def _patterns(parts: Sequence[Part]) -> list[str]:
-    return list(dict.fromkeys(f"*{split or config}*" for config, split in parts))
-
-
-def download_command(name: str, directory: Place, revision: str | None, parts: Sequence[Part]) -> str:
+def download_command(name: str, directory: Place, revision: str | None, part: str) -> str:
     """Return the command that downloads a repository, or what a task reads of it, to a directory."""
     words = ["hf download", name, "--repo-type dataset", *([f"--revision {revision}"] if revision else [])]
-    words += [f"--include {CARD}", *(f"--include '{pattern}'" for pattern in _patterns(parts))] if parts else []
+    words += [f"--include {CARD} --include '*{part}*'"] if part else []
     return " ".join([*words, f"--local-dir {directory}"])
-
-
-def has_corpus(directory: Place) -> bool:
-    """Whether a directory holds a collection: a corpus, or a dataset card that names one."""
-    local = isinstance(directory, Path) and (directory / "corpus").is_dir()
-    return local or any((directory / name).is_file() for name in (CARD, *(f"corpus{suffix}" for suffix in FORMATS)))
 
 
 def configs(card: str, where: str) -> Configs:

@@ -35,22 +35,22 @@ def scores(tasks, model, better):
 
 def benchmarks(*names):
     """Return the tasks of benchmarks, with the figures that their averages need."""
-    found = {}
+    summaries = {}
     for name in names:
         benchmark = BENCHMARKS[name]
         for entry in benchmark.tasks:
             shown = dict.fromkeys(
                 of_task[entry.name] for of_task in benchmark.averages.values() if entry.name in of_task
             )
-            found[entry.name] = TaskSummary(tuple(Figure(f, f) for f in shown), {}, {"queries": len(QUERIES)})
-    return found
+            summaries[entry.name] = TaskSummary(tuple(Figure(f, f) for f in shown), {}, {"queries": len(QUERIES)})
+    return summaries
 
 
 def evaluation(tasks, models):
     """Make results of `infembed evaluate` from label -> (model name, quality)."""
     return Results(
         tasks=tasks,
-        models={label: {"model": name} for label, (name, _) in models.items()},
+        models={label: {"model": name, "identity": f"{name}, {better}"} for label, (name, better) in models.items()},
         scores={label: scores(tasks, name, better) for label, (name, better) in models.items()},
         depth=1000,
     )
@@ -76,5 +76,6 @@ def sweep(tasks, backbones, rows, seeds, salt=""):
             for seed in seeds:
                 label = f"{row}, {backbone}, seed {seed}"
                 about[label] = {"row": row, "backbone": backbone, "seed": seed, "train": train, "model": f"runs/{seed}"}
+                about[label]["identity"] = f"{salt}{label}"
                 values[label] = scores(tasks, f"{salt}{label}", better)
     return Results(tasks, about, values, 1000)

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from infembed_ray.evaluation.paper.collection import collect
-from infembed_ray.evaluation.paper.figures import figure_5, figure_6
-from infembed_ray.evaluation.paper.published import TABLES
+from infembed_ray.evaluation.paper.results_report import figure_5, figure_6
+from infembed_ray.evaluation.paper.sheets import TABLES
 from tests.evaluation.paper import made
 
 NAMED = {"trained": "InF-Embed (e5-base-v2)"}
@@ -43,7 +43,7 @@ def test_figure_5_of_followir_has_the_papers_models_and_ours_by_size_and_p_mrr(c
     groups = followir.groups
     assert list(groups) == [*dict.fromkeys(row.section for row in TABLES["5"].rows), "Ours"]
     at = TABLES["5"].columns.index("FollowIR p-MRR")
-    expected = {row.name: row.numbers[at].value for row in TABLES["5"].rows if row.numbers[at].value is not None}
+    expected = {row.name: row.numbers[at] for row in TABLES["5"].rows if row.numbers[at] is not None}
     every = [bars for group in groups.values() for bars in group]
     assert {bars.label: bars.estimates[0].value for bars in every if not bars.ours} == expected
     for group in groups.values():
@@ -84,6 +84,6 @@ def test_trainings_with_other_settings_are_not_compared_in_figure_6():
 
 
 def test_a_figure_over_nothing_is_not_drawn():
-    found = made.evaluation(made.records(), {"only": ("runs/x", 0)})
-    nothing = {"only": {"records": found.scores["only"]["records"] | {"p-MRR": {}}}}
-    assert figure_5(collect({"a": replace(found, scores=nothing)}), {}) == []
+    alone = made.evaluation(made.records(), {"only": ("runs/x", 0)})
+    nothing = {"only": {"records": alone.scores["only"]["records"] | {"p-MRR": {}}}}
+    assert figure_5(collect({"a": replace(alone, scores=nothing)}), {}) == []

@@ -1,9 +1,8 @@
-"""Numbers that the paper prints twice agree, except for those marked."""
+"""Numbers that the paper prints twice agree, except for those that docs/reproduction.md lists."""
 
 import pytest
 
-from infembed_ray.evaluation.paper.published import COLUMNS, TABLES
-from infembed_ray.evaluation.paper.sheets import plain
+from infembed_ray.evaluation.paper.sheets import COLUMNS, TABLES, plain
 from infembed_ray.evaluation.tasks.catalogue import TASKS
 from infembed_ray.training.losses import Objective
 
@@ -12,29 +11,27 @@ P_MRRS = ("Robust04 p-MRR", "News21 p-MRR", "Core17 p-MRR")
 MAIR = ("DD-15 nDCG@10", "DD-16 nDCG@10", "DD-17 nDCG@10", "FR-21 nDCG@10", "FR-22 nDCG@10")
 
 
-def cells(number, printed=False):
-    """Return (row, backbone, column) -> value, and the doubtful ones."""
+OVERALL = ("Base", "Llama-3.2-1B", "FollowIR p-MRR")
+"""Printed as 0.13 in Tables 3 and 6; its data sets give 0.15."""
+
+
+def cells(number):
+    """Return (row, backbone, column) -> value."""
     table = TABLES[number]
-    values, doubtful = {}, set()
     places = [(backbone, column) for backbone in table.backbones or ("",) for column in table.columns]
-    for row in table.rows:
-        for place, n in zip(places, row.numbers, strict=True):
-            if n.value is not None:
-                values[(row.name, *place)] = float(n.printed) if printed and n.printed else n.value
-            if n.remark is not None and n.printed is None:
-                doubtful.add((row.name, *place))
-    return values, doubtful
+    every = [((row.name, *place), n) for row in table.rows for place, n in zip(places, row.numbers, strict=True)]
+    return {place: n for place, n in every if n is not None}
 
 
 def off(values, parts, whole, tolerance):
     """Return rows and backbones whose mean differs from that of its parts by more than rounding."""
-    found = set()
+    differing = set()
     for (row, backbone, column), value in values.items():
         if column == whole and all((row, backbone, part) in values for part in parts):
             mean = sum(values[row, backbone, part] for part in parts) / len(parts)
             if abs(mean - value) > tolerance:
-                found.add((row, backbone, column))
-    return found
+                differing.add((row, backbone, column))
+    return differing
 
 
 def test_tables_have_their_rows_and_columns():
@@ -53,14 +50,14 @@ def test_rows_of_tables_3_and_6_are_the_objectives_in_the_papers_order():
 
 @pytest.mark.parametrize(("number", "tolerance"), [("2", 0.11), ("5", 0.11), ("6", 0.0101)])
 def test_corrected_averages_are_the_means_of_their_data_sets(number, tolerance):
-    values, doubtful = cells(number)
+    values = cells(number)
     assert not off(values, SCORES, "FollowIR score", tolerance)
-    assert off(values, P_MRRS, "FollowIR p-MRR", tolerance) <= doubtful
+    assert off(values, P_MRRS, "FollowIR p-MRR", tolerance) == ({OVERALL} if number == "6" else set())
     assert not off(values, MAIR, "MAIR nDCG@10", tolerance)
 
 
 def test_the_average_over_backbones_is_that_of_the_corrected_values():
-    values, _ = cells("6")
+    values = cells("6")
     backbones = TABLES["6"].backbones[:-1]
     for (row, backbone, column), value in values.items():
         if backbone == "Average":
@@ -69,20 +66,20 @@ def test_the_average_over_backbones_is_that_of_the_corrected_values():
 
 
 def test_table_3_is_the_overall_columns_of_table_6():
-    of_3, of_6 = cells("3")[0], cells("6")[0]
+    of_3, of_6 = cells("3"), cells("6")
     shared = of_3.keys() & of_6.keys()
     assert len(shared) == 12 * 7 * 2
     assert all(of_3[place] == of_6[place] for place in shared)
 
 
-def test_tables_2_and_5_agree_where_they_are_not_doubtful():
-    (of_2, doubtful_2), (of_5, doubtful_5) = cells("2"), cells("5")
+def test_tables_2_and_5_agree_except_for_one_row():
+    of_2, of_5 = cells("2"), cells("5")
     differing = {place for place in of_2.keys() & of_5.keys() if abs(of_2[place] - of_5[place]) > 0.011}
-    assert differing == doubtful_2 == {place for place in doubtful_5 if place[2] != "MAIR nDCG@10"}
+    assert differing == {("InF-Embed (Qwen2.5-1.5B)", "", column) for column in MAIR}
 
 
 def test_table_4_is_of_uni_p():
     assert (
-        cells("4")[0]["shared, last, 2 epochs", "", "FollowIR p-MRR"]
-        == cells("3")[0]["uni{P}", "Qwen2.5-1.5B", "FollowIR p-MRR"]
+        cells("4")["shared, last, 2 epochs", "", "FollowIR p-MRR"]
+        == cells("3")["uni{P}", "Qwen2.5-1.5B", "FollowIR p-MRR"]
     )

@@ -25,9 +25,9 @@ def outputs(tmp_path_factory):
         "filtered": made.sweep(made.records(), ["MiniLM"], ROWS, [1, 2]),
         "raw": made.sweep(made.records(), ["MiniLM"], ROWS, [1, 2], salt="raw"),
     }
-    for name, found in made_up.items():
+    for name, evaluated in made_up.items():
         (root / name).mkdir()
-        results.write(root / name, found)
+        results.write(root / name, evaluated)
     return {name: str(root / name) for name in made_up}
 
 
@@ -51,8 +51,8 @@ def page(published):
     return Page((published.path / "report.html").read_text())
 
 
-def test_the_report_is_published_in_two_formats(published, settings):
-    assert {file.name for file in published.path.iterdir()} == {*("report.html", "report.md", "manifest.json")}
+def test_the_report_is_published(published, settings):
+    assert {file.name for file in published.path.iterdir()} == {"report.html", "manifest.json"}
     assert published.manifest["tables_with_ours"] == ["Table 2", "Table 5"]
     assert not run(settings).fresh
 
@@ -77,19 +77,18 @@ def test_the_page_shows_ours_beside_the_paper_and_labels_as_they_are(page):
 
 def test_the_table_of_one_evaluation_has_its_own_numbers_facts_and_conventions():
     tasks = made.records()
-    found = made.evaluation(tasks, {"base": ("x", 0), "uni|multi": ("y", 0.3)})
-    markdown = of_evaluation("runs/x", found).as_markdown(with_paper=False)
+    evaluated = made.evaluation(tasks, {"base": ("x", 0), "uni|multi": ("y", 0.3)})
+    markdown = of_evaluation("runs/x", evaluated).as_markdown()
     rows = [line for line in markdown.splitlines() if line.startswith("| ")]
     assert rows[-1].startswith("| uni\\|multi |")
-    mean = 100 * found.figures["uni|multi"]["records"]["p-MRR"]
+    mean = 100 * evaluated.figures["uni|multi"]["records"]["p-MRR"]
     assert rows[-1].split(" | ")[1].startswith(f"{mean:.1f} [")
     assert "- records: queries 20, passages 40" in markdown
     assert f"- p-MRR: {CONVENTIONS['p-MRR']}" in markdown
     assert "Robustness" not in markdown
-    assert "The paper" not in markdown
     assert "Differences are to 'base'" in markdown
     alone = of_evaluation("runs/x", made.evaluation(tasks, {"base": ("x", 0)}))
-    assert "Differences" not in alone.as_markdown(with_paper=False) + alone.as_text()
+    assert "Differences" not in alone.as_markdown() + alone.as_text()
 
 
 def test_the_command_refuses_bad_input_in_one_line(outputs, tmp_path, capsys):

@@ -5,7 +5,7 @@ import pytest
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import api, baselines
-from infembed_ray.evaluation.retrievers.retriever import TextEncoder
+from infembed_ray.evaluation.retrievers.baselines import TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
 from tests.evaluation.retrievers import stand_in_embedder
 from tests.evaluation.retrievers.stand_in_embedder import embedding
@@ -85,5 +85,5 @@ def test_what_cannot_be_embedded_is_an_error_that_names_the_model(server, monkey
     model = fault.get("model", "text-embedding-3-large")
     with pytest.raises(InputError, match=said) as refused:
         encoder(server, model=model).encode_passages(PASSAGES[:4])
-    (found,) = refused.value.faults
-    assert (found.setting, found.value) == ("model", model)
+    (failure,) = refused.value.faults
+    assert (failure.setting, failure.value) == ("model", model)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from infembed_ray.config.evaluation import Bm25
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.retrievers.retriever import Ranker
+from infembed_ray.evaluation.retrievers.baselines import Ranker
 from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
 
 WORDS = ["bread", "aspirin", "doses", "dosing", "flour", "nurse", "nurses", "the", "of", "risk"]

@@ -2,19 +2,18 @@
 
 import json
 import math
-import sys
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sentence_transformers import SentenceTransformer, models
+from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
 from infembed_ray.config.training import Lora
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.retrievers.retriever import TextEncoder
+from infembed_ray.evaluation.retrievers.baselines import TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling import adapters
 from infembed_ray.modeling.encoder import InstructionEncoder
@@ -57,21 +56,8 @@ def their_minilm(minilm):
     return SentenceTransformer(minilm, device="cpu")
 
 
-@pytest.fixture(scope="module")
-def with_dense(minilm, tmp_path_factory):
-    """A model with a Dense layer, like INSTRUCTOR's, which leaves the prompt out of the mean."""
-    torch.manual_seed(0)
-    path = str(tmp_path_factory.mktemp("dense"))
-    words = models.Transformer(minilm, max_seq_length=64)
-    dense = models.Dense(384, 48, bias=False, activation_function=torch.nn.Identity())
-    pooling = models.Pooling(384, "mean", include_prompt=False)
-    SentenceTransformer(modules=[words, pooling, dense, models.Normalize()], device="cpu").save(path)
-    return path
-
-
-@pytest.mark.parametrize("kind", ["encoder", "sentence_transformers"])
-def test_formats_give_the_embeddings_of_formatted_texts(minilm, their_minilm, kind):
-    encoder = load(kind=kind, model=minilm, **E5)
+def test_formats_give_the_embeddings_of_formatted_texts(minilm, their_minilm):
+    encoder = load(model=minilm, **E5)
     close(encoder.encode_queries(QUERIES), their_minilm.encode(E5_TEXTS, normalize_embeddings=True))
     texts = [f"passage: {passage}" for passage in PASSAGES]
     close(encoder.encode_passages(PASSAGES), their_minilm.encode(texts, normalize_embeddings=True))
@@ -133,39 +119,9 @@ def test_adapters_of_another_model_are_rejected(minilm, tmp_path):
         load(kind="encoder", model=minilm, adapter=str(tmp_path / "adapter"))
 
 
-def test_a_model_with_its_own_modules_needs_sentence_transformers(with_dense):
-    with pytest.raises(InputError, match="has a Dense module"):
-        load(kind="encoder", model=with_dense, **E5)
-    formats = {"instructed_query": "{instruction} {query}", "plain_query": "say {query}", "passage": "read: {passage}"}
-    encoder = load(kind="sentence_transformers", model=with_dense, **formats)
-    theirs = SentenceTransformer(with_dense, device="cpu")
-    prompts = ["for nurses, in plain words ", "say ", "no brand names "]
-    expected = [theirs.encode(q.query, prompt=prompt) for q, prompt in zip(QUERIES, prompts, strict=True)]
-    close(encoder.encode_queries(QUERIES), expected)
-    close(encoder.encode_passages(PASSAGES), theirs.encode(PASSAGES, prompt="read: "))
-    assert encoder.encode_passages(PASSAGES).shape == (3, 48)
-
-
-@pytest.mark.parametrize("similarity", ["dot", "cosine"])
-def test_a_model_describes_itself_whether_its_embeddings_are_unit_vectors(tmp_path, minilm, similarity):
-    modules = [models.Transformer(minilm), models.Pooling(384, "mean")]
-    theirs = SentenceTransformer(modules=modules, device="cpu", similarity_fn_name=similarity)
-    theirs.save(str(tmp_path))
-    made = load(baseline="contriever", model=str(tmp_path)).encode_passages(PASSAGES)
-    close(made, theirs.encode(PASSAGES, normalize_embeddings=similarity == "cosine"), atol=1e-5)
-    assert (np.linalg.norm(made[0]) == pytest.approx(1, abs=0.01)) == (similarity == "cosine")
-
-
 def test_an_encoder_decoder_is_not_an_encoder(tmp_path):
     with pytest.raises(InputError, match="encoder-decoder"):
         load(model=tiny.t5(tmp_path), **E5)
-
-
-def test_a_missing_package_is_named_before_work_starts(minilm, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    settings = baselines.resolve("x", {"kind": "sentence_transformers", "model": minilm, **E5})
-    with pytest.raises(InputError, match=r"models\.x=.*needs the package.*infembed-ray\[sentence-transformers\]"):
-        baselines.inputs(settings, "models.x")
 
 
 def test_code_that_comes_with_a_model_never_runs(tmp_path, minilm):
@@ -176,10 +132,9 @@ def test_code_that_comes_with_a_model_never_runs(tmp_path, minilm):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "odd", "auto_map": classes}))
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path)
-    for kind in ("encoder", "sentence_transformers"):
-        settings = baselines.resolve("x", {"kind": kind, "model": str(tmp_path), **E5})
-        with pytest.raises(InputError, match=r"models\.x\.model=.*never runs; serve it behind"):
-            baselines.inputs(settings, "models.x")
+    settings = baselines.resolve("x", {"model": str(tmp_path), **E5})
+    with pytest.raises(InputError, match=r"models\.x\.model=.*never runs; serve it behind"):
+        baselines.inputs(settings, "models.x")
     assert not ran.exists()
 
 

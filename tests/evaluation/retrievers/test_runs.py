@@ -12,9 +12,8 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import ranks
 from infembed_ray.evaluation.obedience import Controls
 from infembed_ray.evaluation.retrievers import baselines, runs
-from infembed_ray.evaluation.scoring import score
 from infembed_ray.evaluation.tasks.infir import instruction_following
-from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
+from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task, score
 from tests.evaluation.tasks.test_infir import record
 
 RUN = {"1": {"a": 0.5, "b": 1 / 3, "c": -2.0}, "2": {"c": 1e-12}}
@@ -83,9 +82,9 @@ def test_a_run_without_the_control_queries_has_as_given_and_inverted_only():
     task = instruction_following([record("tides"), record("bread")])
     controls = Controls.from_task(task)
     run = {query.id: dict.fromkeys(task.qrels[query.id], 1.0) for query in task.queries}
-    found = controls.measure(task, run)
-    assert list(found) == ["as given", "inverted"]
-    assert found["as given"]["p-MRR"] == score(task, run)["p-MRR"]
+    measured = controls.measure(task, run)
+    assert list(measured) == ["as given", "inverted"]
+    assert measured["as given"]["p-MRR"] == score(task, run)["p-MRR"]
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ import pytrec_eval
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Run
-from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.tasks import catalogue
-from infembed_ray.evaluation.tasks.task import Query, Task
+from infembed_ray.evaluation.tasks.task import Query, Task, means, score
 from tests.evaluation import published
 
 # ---------- Tasks load by name, your own by path.
@@ -105,8 +104,8 @@ def ranked(task: Task) -> Run:
 
 
 def trec(qrels: dict[str, dict[str, int]], run: Run, measure: str) -> float:
-    found = pytrec_eval.RelevanceEvaluator(qrels, {measure}).evaluate({q: dict(run[q]) for q in qrels})
-    return fmean(values[measure.replace(".", "_")] for values in found.values())
+    evaluated = pytrec_eval.RelevanceEvaluator(qrels, {measure}).evaluate({q: dict(run[q]) for q in qrels})
+    return fmean(values[measure.replace(".", "_")] for values in evaluated.values())
 
 
 def test_followir_as_the_paper_judges_the_original_queries_by_the_changed_judgements(mirror: str) -> None:
@@ -115,11 +114,11 @@ def test_followir_as_the_paper_judges_the_original_queries_by_the_changed_judgem
     # mteb 1 fills og_qrels from the changed judgements, then judges the original rankings by og_qrels.
     of_changed = {q.replace("-changed", "-og"): dict(j) for q, j in ours.qrels.items() if q.endswith("-changed")}
 
-    found, known = means(score(other, run)), means(score(ours, run))
+    as_paper, as_ours = means(score(other, run)), means(score(ours, run))
 
-    assert found["MAP@1000"] == pytest.approx(trec(of_changed, run, "map_cut.1000"), abs=1e-9)
-    assert abs((found["MAP@1000"] or 0) - (known["MAP@1000"] or 0)) > 1e-3
-    assert found["p-MRR"] == known["p-MRR"]
+    assert as_paper["MAP@1000"] == pytest.approx(trec(of_changed, run, "map_cut.1000"), abs=1e-9)
+    assert abs((as_paper["MAP@1000"] or 0) - (as_ours["MAP@1000"] or 0)) > 1e-3
+    assert as_paper["p-MRR"] == as_ours["p-MRR"]
     assert replace(other, name=ours.name, qrels=ours.qrels, about={}) == replace(ours, about={})
     assert other.about["protocol"] == catalogue.DIFFERENCES["followir"][0]
 

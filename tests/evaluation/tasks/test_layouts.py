@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.scoring import means, score
 from infembed_ray.evaluation.tasks import catalogue, layouts
+from infembed_ray.evaluation.tasks.task import means, score
 from tests.evaluation import published
 from tests.evaluation.published import DOCUMENTS, edit, texts
 from tests.support.files import write_jsonl
@@ -143,37 +143,6 @@ def test_measures_replace_the_figures_of_a_collection_and_add_to_those_of_a_publ
         ("P@5", "og"),
         ("bpref", "og"),
     ]
-
-
-# ---------------------------------------------------------------------------------------------- judgements alone
-
-
-def test_judgements_without_a_corpus_are_a_task_for_runs(tmp_path: Path) -> None:
-    (tmp_path / "qrels.txt").write_text("301 0 d1 2\n301 0 d3 0\n302 0 d2 1\n", encoding="utf-8")
-    (tmp_path / "beir.tsv").write_text("query-id\tcorpus-id\tscore\n301\td1\t2\n", encoding="utf-8")
-
-    task, other = catalogue.load(f"{tmp_path}/qrels.txt"), catalogue.load(f"{tmp_path}/beir.tsv", measures=["AP"])
-
-    assert task.only_runs
-    assert other.only_runs
-    assert task.qrels == {"301": {"d1": 2, "d3": 0}, "302": {"d2": 1}}
-    assert [figure.name for figure in task.figures] == list(layouts.MEASURES)
-    assert other.qrels == {"301": {"d1": 2}}
-    assert [figure.name for figure in other.figures] == ["AP"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("301 d1\n", "line 1 is not `query 0 document grade`"),
-        ("301 0 d1 good\n", "has the score good; scores are whole"),
-    ],
-)
-def test_faulty_judgements_are_rejected(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "qrels.txt").write_text(content, encoding="utf-8")
-
-    with pytest.raises(InputError, match=message):
-        catalogue.load(f"{tmp_path}/qrels.txt")
 
 
 # ---------- mteb's layout and InstructIR, which is published in it.

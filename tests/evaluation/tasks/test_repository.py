@@ -34,7 +34,7 @@ def test_rows_equal_those_of_load_dataset(
 ) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
-    repository = Repository(root / name, name, "task")
+    repository = Repository(root / name, "task", name)
     read = 0
     for config in repository.configs:
         for split in repository.splits(config):
@@ -45,7 +45,7 @@ def test_rows_equal_those_of_load_dataset(
 
 
 @pytest.mark.parametrize(
-    ("pattern", "found"),
+    ("pattern", "matches"),
     [
         ("data/test-*", ["data/test-00000-of-00002.parquet", "data/test-00001-of-00002.parquet"]),
         ("data/test-00000*.parquet", ["data/test-00000-of-00002.parquet"]),
@@ -56,10 +56,10 @@ def test_rows_equal_those_of_load_dataset(
         ("train/*", []),
     ],
 )
-def test_one_star_stays_within_a_folder_and_two_cross_folders(pattern: str, found: list[str]) -> None:
+def test_one_star_stays_within_a_folder_and_two_cross_folders(pattern: str, matches: list[str]) -> None:
     names = ["corpus.jsonl", "data/test-00001-of-00002.parquet", "data/test-00000-of-00002.parquet"]
 
-    assert matching([pattern], [*names, "data/old/test-x.jsonl"]) == found
+    assert matching([pattern], [*names, "data/old/test-x.jsonl"]) == matches
 
 
 @pytest.mark.parametrize(
@@ -113,4 +113,4 @@ def test_a_corpus_with_a_missing_part_is_not_read(root: Path, tmp_path: Path) ->
     )
 
     with pytest.raises(InputError, match=r"has 1 of the 3 files of documents/biology; run `hf download x/y"):
-        Repository(copy, "x/y", "task").files("documents", "biology")
+        Repository(copy, "task", "x/y").files("documents", "biology")

@@ -34,24 +34,31 @@ from tests.training.checkpoints.states import RECORDS, Writer, complete, done, s
 from tests.training.test_collate import record
 
 STAGES = (0, 1, 2, 3)
-LORA_STAGES = (0, 3)
+QUICK = (2, 3)
+"""Stages of the quick tests; 0 and 1 have the slow ones."""
+of_stages = pytest.mark.parametrize(
+    "stage", [pytest.param(stage, marks=() if stage in QUICK else pytest.mark.slow) for stage in STAGES]
+)
 LONG = {"epochs": 8}
 
 
 @pytest.fixture(scope="module")
-def runs(tiny, bucket, tmp_path_factory):
-    """Train all runs of this module in few processes, because starting a process costs more than training."""
+def runs(request, tiny, bucket, tmp_path_factory):
+    """Train all runs of the chosen tests in few processes, because starting a process costs more than training."""
     root = tmp_path_factory.mktemp("runs")
+    tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    chosen = {test.callspec.params.get("stage") for test in tests}
+    stages = [stage for stage in STAGES if stage in chosen | {2}]
     lora = {"lora": Lora(rank=4, target_modules=("Wqkv",), dropout=0.0), "learning_rate": 1e-2}
     tied = {"instruction_negatives": None}
-    died = [Run(root / f"one to two/{stage}", {"zero_stage": stage}, dies_after=2) for stage in STAGES]
+    died = [Run(root / f"one to two/{stage}", {"zero_stage": stage}, dies_after=2) for stage in stages]
     assert run_all(tiny, 1, [*died, Run(root / "long", LONG)]) == ["died"] * len(died) + [None]
 
-    whole = [Run(root / f"two/{stage}", {"zero_stage": stage}) for stage in (0, 2, 3)]
-    died = [Run(root / f"died/{stage}", {"zero_stage": stage}, dies_after=2) for stage in STAGES]
-    more = [Run(root / f"one to two/{stage}", {"zero_stage": stage}) for stage in STAGES]
-    whole.append(Run(root / "lora", lora | {"zero_stage": 0}))
-    for stage in LORA_STAGES:
+    whole = [Run(root / f"two/{stage}", {"zero_stage": stage}) for stage in stages]
+    died = [Run(root / f"died/{stage}", {"zero_stage": stage}, dies_after=2) for stage in stages]
+    more = [Run(root / f"one to two/{stage}", {"zero_stage": stage}) for stage in stages]
+    whole.append(Run(root / "lora", lora | {"zero_stage": 2}))
+    for stage in stages:
         died.append(Run(root / f"lora/{stage}", lora | {"zero_stage": stage}, dies_after=2))
         more.append(Run(root / f"lora/{stage}", lora | {"zero_stage": stage}))
     died.append(Run(root / "tied", tied, dies_after=1))
@@ -73,7 +80,7 @@ def runs(tiny, bucket, tmp_path_factory):
     assert ended[-1] is None
 
     fewer = []
-    for stage in STAGES:
+    for stage in stages:
         directory = root / f"two to one/{stage}"
         fewer.append(Run(directory, {"zero_stage": stage}, before=(copy, root / f"died/{stage}", directory)))
     fewer.append(Run(root / "another machine", died[-1].changes))
@@ -128,7 +135,7 @@ def test_run_with_unsaved_last_checkpoint_exports_nothing_until_rerun(runs):
     assert_same_weights(runs / "full at the end", runs / "two/2")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@of_stages
 @pytest.mark.integration
 def test_run_resumes_with_another_number_of_workers(runs, stage):
     """Losses differ by rounding, because sums over a batch have another order."""
@@ -151,12 +158,12 @@ def test_nodes_without_a_common_directory_resume_from_the_store(runs, bucket, tm
     assert not any((runs / directory).exists() for directory in ("apart/0", "apart/1", "another machine"))
 
 
-@pytest.mark.parametrize("stage", LORA_STAGES)
+@of_stages
 @pytest.mark.integration
 def test_adapters_resume_from_checkpoints_without_the_frozen_backbone(runs, tiny, stage):
     resumed = runs / f"lora/{stage}"
     np.testing.assert_allclose(losses(resumed), losses(runs / "lora"), rtol=1e-5)
-    assert_same_weights(resumed, runs / "lora", tolerance=0.0 if stage == 0 else 2e-5)
+    assert_same_weights(resumed, runs / "lora", tolerance=0.0 if stage == 2 else 2e-5)
     before = InstructionEncoder.from_pretrained(tiny).state_dict()
     moved = {name for name, weight in weights(resumed).items() if not torch.equal(weight, before[name])}
     assert {name.split(".")[-2] for name in moved} == {"Wqkv"}
@@ -167,6 +174,7 @@ def test_adapters_resume_from_checkpoints_without_the_frozen_backbone(runs, tiny
     assert of_adapters < of_all / 2
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_run_in_an_object_store_survives_the_loss_of_its_machine(runs, bucket, tiny, tmp_path, monkeypatch):
     """The run is killed, its scratch is lost, its newest checkpoint is damaged and a newer one incomplete."""

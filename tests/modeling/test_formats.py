@@ -1,6 +1,6 @@
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.evaluation.tasks.task import Query
-from infembed_ray.modeling.formats import passage_text, query_text, split
+from infembed_ray.modeling.formats import passage_text, query_text
 
 E5 = RetrieverSettings(
     model="e5", instructed_query="query: {query} {instruction}", plain_query="query: {query}", passage="p: {passage}"
@@ -19,7 +19,3 @@ def test_braces_inside_the_texts_are_plain_text():
     query = Query("1", "what does {instruction} mean in {braces}", "{query} {passage}")
     assert query_text(E5, query) == "query: what does {instruction} mean in {braces} {query} {passage}"
     assert passage_text(E5.passage, "{passage} {0}") == "p: {passage} {0}"
-
-
-def test_a_format_is_split_at_a_placeholder():
-    assert split("A {instruction} B {query} C", "query", instruction="{query}") == ("A {query} B ", " C")
