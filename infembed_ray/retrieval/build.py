@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +30,6 @@ from obstore.exceptions import BaseError
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.modeling.checkpoint import locate
-from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import counted, say, track
 from infembed_ray.retrieval import faiss_index
 from infembed_ray.retrieval.corpus import parts_of, require_columns, require_passages, rows
@@ -63,6 +62,9 @@ from infembed_ray.storage.places import (
 )
 from infembed_ray.storage.steps import Staging, Step, find_input
 from infembed_ray.telemetry import report
+
+if TYPE_CHECKING:
+    from infembed_ray.modeling.encoder import InstructionEncoder
 
 CHUNK_PASSAGES = 512
 """Minimum passages of a chunk: enough to batch by length; an interruption loses one chunk per actor."""
@@ -445,6 +447,10 @@ def prepare_engine(settings: IndexSettings) -> tuple[Milvus, IndexSettings]:
 
 def check_model(settings: IndexSettings, model: str) -> InstructionEncoder:
     """Check model and index type before any work; return the encoder without its weights."""
+    from infembed_ray.modeling.encoder import (
+        InstructionEncoder,  # late: the tasks that import this module need no torch
+    )
+
     encoder = InstructionEncoder.from_pretrained(model, dimensions=settings.dimensions, device="meta")
     if settings.factory is not None:
         faiss_index.new(settings.factory, encoder.dimension)

@@ -16,7 +16,6 @@ from ray.data import ActorPoolStrategy
 
 from infembed_ray.config.retrieval import CompactSettings, IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, errors_of_tasks, require_resources
 from infembed_ray.retrieval import build, compaction
@@ -111,6 +110,8 @@ class EncodeChunk:
     def __init__(self, work: Work, model: str) -> None:
         self._work, settings = work, work.settings
         self._fault: str | None = None
+        from infembed_ray.modeling.encoder import InstructionEncoder  # late: other tasks of this module need no torch
+
         device = "cuda" if settings.gpus_per_actor else "cpu"
         try:
             self._encoder = InstructionEncoder.from_pretrained(model, dimensions=settings.dimensions, device=device)
@@ -140,7 +141,7 @@ def _run_in_engine(settings: IndexSettings) -> Published:
         engine.use(step.identity)
         return Published(step.path, done.manifest, fresh=False, uri=settings.output)
     started = time.monotonic()
-    encoder = InstructionEncoder.from_pretrained(model, dimensions=settings.dimensions, device="meta")
+    encoder = build.check_model(settings.model_copy(update={"factory": None}), model)  # the engine checks its own types
     tasks = OnRay(local, model)
     with build.output_errors(local.output), work_directory(step, local, encoder.dimension) as work:
         engine.begin(step.identity, settings.metadata, encoder.dimension, settings.factory)  # first: it may refuse
