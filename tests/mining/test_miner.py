@@ -94,6 +94,7 @@ def _depth(monkeypatch):
     monkeypatch.setattr(miner, "DEPTH", 20)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("changes", [{}, {"max_share": 0.7}, {"max_share": 1.0}])
 def test_the_encoder_of_the_index_mines_what_brute_force_does(encoder, index, changes):
     chosen = settings(index, **changes)
@@ -111,6 +112,7 @@ def test_the_encoder_of_the_index_mines_what_brute_force_does(encoder, index, ch
     ]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["cross-encoder", "encoder"])
 def test_a_teacher_judges_in_its_place_and_its_scores_are_written(encoder, index, minilm, cross_encoder, kind):
     chosen = settings(index, max_share=0.99)

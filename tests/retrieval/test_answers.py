@@ -14,6 +14,7 @@ HITS = st.builds(Hit, IDS, SCORES, st.just("text"))
 QUERIES = 3
 
 
+@pytest.mark.integration
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(st.lists(HITS, max_size=6), min_size=QUERIES, max_size=QUERIES), min_size=1, max_size=4),
