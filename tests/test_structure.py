@@ -6,9 +6,13 @@ Import circles are a contract of import-linter (pyproject.toml).
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "infembed_ray"
@@ -49,3 +53,13 @@ def test_a_public_class_name_has_one_meaning() -> None:
     trees = (ast.parse("\n".join(lines)) for _, lines in modules())
     names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert [name for name, uses in names.items() if uses > 1 and not name.startswith("_")] == []
+
+
+@pytest.mark.integration
+def test_processes_without_a_model_import_no_torch():
+    """Tasks of Ray import the module of their function, and torch takes seconds."""
+    rooms = ("analysis.analyze", "retrieval.distributed", "serving.distributed", "synthesis.distributed")
+    code = (
+        "import sys; " + "; ".join(f"import infembed_ray.{room}" for room in rooms) + "; print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -69,7 +69,11 @@ def print_runs(directory: str, json: bool = False) -> None:
     Raises:
         InputError: there is no such directory, or no output in it.
     """
-    runs = runs_below(open_place(directory, "DIR"))
+    place = open_place(directory, "DIR")
+    with errors_at(place, "DIR"):
+        names = listing(place)
+        runs = sorted(_finished(place, names), key=lambda run: str(run["created"]))
+        runs += [_unfinished(place / name) for name in names if name.endswith(SUFFIX) and not _in_work(name)]
     if not runs:
         raise InputError.of("DIR", directory, "has no output of a stage", REMEDY)
     _print(runs, (line for run in runs for line in _lines(run)), json)
@@ -126,15 +130,6 @@ def clean(directory: str, yes: bool = False, json: bool = False) -> None:
     hint = "" if yes or not removable else "; --yes removes them"
     lines.append(f"{done}: {_readable(sum(entry['size'] for entry in removable))} of {len(removable)} outputs{hint}")
     _print([{**entry, "removed": yes} for entry in removable], iter(lines), json)
-
-
-def runs_below(place: Place) -> list[Run]:
-    """Return the finished runs below a place, the oldest first, then the unfinished ones."""
-    with errors_at(place, "DIR"):
-        names = listing(place)
-        finished = sorted(_finished(place, names), key=lambda run: str(run["created"]))
-        states = [place / name for name in names if name.endswith(SUFFIX) and not _in_work(name)]
-        return [*finished, *map(_unfinished, states)]
 
 
 def _finished(place: Place, names: Mapping[str, int]) -> Iterator[Run]:

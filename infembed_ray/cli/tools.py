@@ -40,7 +40,14 @@ def create_key(name: str, file: str, scopes: str, rate: float | None, collection
 
 _JSON = _argument("--json", action="store_true", help="print JSON")
 _OUTPUTS = _argument("directory", metavar="DIR", help="`output` of a stage or a pipeline, or a directory of several")
-_INDEX = _argument("directory", metavar="DIR", help="output of `infembed index`, or its address in Milvus")
+
+
+def _of_an_index(action: str, help: str, *more: Argument) -> Tool:
+    index = _argument("directory", metavar="DIR", help="output of `infembed index`, or its address in Milvus")
+    return Tool(help, "retrieval.admin:run", (index, *more), values={"action": action})
+
+
+_VERSION = _argument("version", metavar="VERSION", help="id of the version, or the first characters of it")
 
 TOOLS = {
     "runs": Tool(
@@ -103,24 +110,9 @@ TOOLS = {
         ),
         "quickstart",
     ),
-    "index versions": Tool(
-        "list the versions of an index; mark the latest",
-        "retrieval.admin:run",
-        (_INDEX,),
-        values={"action": "versions"},
-    ),
-    "index verify": Tool(
-        "read an index and its document changes, and check their checksums",
-        "retrieval.admin:run",
-        (_INDEX,),
-        values={"action": "verify"},
-    ),
-    "index use": Tool(
-        "roll an index back or forward to a version",
-        "retrieval.admin:run",
-        (_INDEX, _argument("version", metavar="VERSION", help="id of the version, or the first characters of it")),
-        values={"action": "use"},
-    ),
+    "index versions": _of_an_index("versions", "list the versions of an index; mark the latest"),
+    "index verify": _of_an_index("verify", "read an index and its document changes, and check their checksums"),
+    "index use": _of_an_index("use", "roll an index back or forward to a version", _VERSION),
     "serve key": Tool(
         "create an API key: print it and store its hash in a file",
         "cli.tools:create_key",

@@ -54,10 +54,6 @@ class ServeSettings(Settings):
 
     index: IndexPath = runtime_field(description="a published index, or milvus+http://HOST:PORT/ALIAS")
     collections: dict[str, str] = runtime_field({}, description="further collections of the API: name -> index")
-    store_token_env: str | None = Field(
-        "INFEMBED_STORE_TOKEN",
-        description="environment variable with the token of an external engine: user:password or an API key; unset: none",
-    )
     model: ModelName | None = runtime_field(None, description="encoder; null: the one that built the index")
     host: str = Field("127.0.0.1", description="address to bind; all but loopback need API keys")
     port: int = Field(8000, ge=1, le=65535, description="HTTP port")
@@ -77,7 +73,6 @@ class ServeSettings(Settings):
     shard_replicas: int = Field(1, ge=1, description="replicas of every shard")
     gpus_per_encoder: float = Field(0.0, ge=0, description="GPUs per encoder replica")
     cpus_per_encoder: float = Field(1.0, gt=0, description="CPUs and threads per encoder replica")
-    gpus_per_shard: float = Field(0.0, ge=0, description="GPUs per shard replica, for search on GPUs (faiss-gpu)")
     cpus_per_shard: float = Field(0.1, gt=0, description="CPUs per shard replica; each has at least one thread")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="precision of the encoder; auto: bfloat16 on GPUs and on CPUs with bfloat16 instructions"

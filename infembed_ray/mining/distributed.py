@@ -7,12 +7,13 @@ of actors nor on interruptions.
 from __future__ import annotations
 
 import shutil
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -37,6 +38,7 @@ from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place, address
 from infembed_ray.storage.steps import STATES, Published, Step, find_input
 
+T = TypeVar("T")
 ROWS_PER_BLOCK = 256
 _IN_FLIGHT = 2
 """Blocks per actor that are sent ahead."""
@@ -85,18 +87,16 @@ def prepare(settings: MineSettings) -> tuple[MiningInputs, Step]:
         InputError: an input does not exist, does not fit, or the output cannot be written.
     """
     records, index, (teacher, paths, names) = check_all(
-        lambda: find_input(settings.records, "records"), lambda: _index(settings), lambda: _teacher(settings)
+        lambda: find_input(settings.records, "records"),
+        lambda: Index.describe(settings.index),
+        lambda: _teacher(settings),
     )
-    changed = change_log(index.path, index.facts).last()
-    version = index.version if changed <= index.facts.folded else f"{index.version} with changes to {changed}"
+    facts = index.facts
+    InstructionEncoder.from_pretrained(facts.model, dimensions=facts.dimensions, device="meta")
+    changed = change_log(index.path, facts).last()
+    version = index.version if changed <= facts.folded else f"{index.version} with changes to {changed}"
     step = Step("mine", settings, settings.output, {"records": records, **paths}, {"index": version, **names})
     return MiningInputs(records, index, teacher), step
-
-
-def _index(settings: MineSettings) -> Index:
-    index = Index.describe(settings.index)
-    InstructionEncoder.from_pretrained(index.facts.model, dimensions=index.facts.dimensions, device="meta")
-    return index
 
 
 def _teacher(settings: MineSettings) -> tuple[RetrieverSettings | None, Mapping[str, Place], Mapping[str, str]]:
@@ -107,11 +107,11 @@ def _teacher(settings: MineSettings) -> tuple[RetrieverSettings | None, Mapping[
         raise InputError("teacher=bm25: ranks whole tasks; give an encoder or a reranker")
     paths, names = baselines.inputs(teacher, "teacher")
     teacher = teacher.model_copy(update={part: address(path) for part, path in paths.items()})
-    return (
-        teacher,
-        {f"teacher.{part}": path for part, path in paths.items()},
-        {f"teacher.{part}": name for part, name in names.items()},
-    )
+    return teacher, _named(paths), _named(names)
+
+
+def _named(parts: Mapping[str, T]) -> dict[str, T]:
+    return {f"teacher.{part}": value for part, value in parts.items()}
 
 
 class _Actor:
@@ -128,40 +128,31 @@ class _Actor:
 
 def _mine(settings: MineSettings, inputs: MiningInputs, positives: KnownPositives, parts: Path) -> None:
     """Write the file of every block that has none yet."""
-    device = "cuda" if settings.gpus_per_worker else "cpu"
-    load = partial(Miner, settings, address(inputs.index.path), inputs.teacher, device)
+    load = partial(
+        Miner, settings, address(inputs.index.path), inputs.teacher, "cuda" if settings.gpus_per_worker else "cpu"
+    )
     actor = ray.remote(num_gpus=settings.gpus_per_worker, max_restarts=-1, max_task_retries=-1)(_Actor)
-    shared = ray.put(positives)
-    pool = ActorPool([actor.remote(load) for _ in range(settings.workers)])
-    waiting: list[tuple[Path, int]] = []
+    shared, pool = ray.put(positives), ActorPool([actor.remote(load) for _ in range(settings.workers)])
+    rows, waiting = read(settings, inputs.records), deque[Path]()
     with track("mine", None) as advance:
-        for file, block in _blocks(settings, inputs.records, parts):
+        for number in count():
+            block = list(islice(rows, ROWS_PER_BLOCK))
+            file = parts / f"part-{number:06}.parquet"
             if file.exists():
                 advance(len(block))
-                continue
-            pool.submit(lambda miner, rows: miner.mine.remote(rows, shared), block)
-            waiting.append((file, len(block)))
-            if len(waiting) >= _IN_FLIGHT * settings.workers:
-                _write_next(pool, *waiting.pop(0))
-                advance(len(block))
-        for file, rows in waiting:
-            _write_next(pool, file, rows)
-            advance(rows)
+            elif block:
+                pool.submit(lambda miner, block: miner.mine.remote(block, shared), block)
+                waiting.append(file)
+            while waiting and (not block or len(waiting) >= _IN_FLIGHT * settings.workers):
+                with errors_of_tasks():
+                    mined: Mined = pool.get_next()  # in the order of the blocks
+                _write(waiting.popleft(), mined)
+                advance(len(mined.rows))
+            if not block:
+                break
 
 
-def _blocks(settings: MineSettings, records: Place, parts: Path) -> Iterator[tuple[Path, list[Example]]]:
-    rows = read(settings, records)
-    number = 0
-    while block := list(islice(rows, ROWS_PER_BLOCK)):
-        yield parts / f"part-{number:06}.parquet", block
-        number += 1
-
-
-def _write_next(pool: Any, file: Path, rows: int) -> None:
-    """Write the next result of the pool, which gives them in the order of the blocks."""
-    with errors_of_tasks():
-        mined: Mined = pool.get_next()
-    assert len(mined.rows) == rows
+def _write(file: Path, mined: Mined) -> None:
     table = pa.Table.from_pylist([vars(row) for row in mined.rows], tuples.SCHEMA)
     counts = {name: str(getattr(mined, name)) for name in _COUNTS}
     with durable.replacing(file) as sink:

@@ -42,25 +42,19 @@ def read(settings: MineSettings, path: Place) -> Iterator[Example]:
     if tuples.found_in(path, "records", settings.columns):
         yield from tuples.stream(path, "records", settings.columns)
         return
-    columns = tuples.single(settings.columns)
-    for record in tables.stream(path, Record, "records", columns):
-        yield from _as_examples(record)
-
-
-def _as_examples(record: Record) -> Iterator[Example]:
-    """Yield a record's tuples as examples."""
-    rows = flatten(record)
-    for number, row in enumerate(rows, start=1):
-        yield Example(
-            id=f"{record.id}/{number}",
-            query=row.query,
-            positives=(row.passage,),
-            negatives=tuple(dict.fromkeys(other.passage for other in rows if other.passage != row.passage)),
-            instruction=row.instruction,
-            negative_instruction=row.poisoned,
-            source=record.source,
-            split=record.split,
-        )
+    for record in tables.stream(path, Record, "records", tuples.single(settings.columns)):
+        rows = flatten(record)
+        for number, row in enumerate(rows, start=1):
+            yield Example(
+                id=f"{record.id}/{number}",
+                query=row.query,
+                positives=(row.passage,),
+                negatives=tuple(dict.fromkeys(other.passage for other in rows if other.passage != row.passage)),
+                instruction=row.instruction,
+                negative_instruction=row.poisoned,
+                source=record.source,
+                split=record.split,
+            )
 
 
 def known_positives(rows: Callable[[], Iterable[Example]]) -> dict[int, set[str]]:

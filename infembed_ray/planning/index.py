@@ -11,12 +11,11 @@ import numpy as np
 from infembed_ray.config.retrieval import IndexSettings, Precision
 from infembed_ray.errors import check_all
 from infembed_ray.records.tables import data_files
-from infembed_ray.retrieval import factory as factories
-from infembed_ray.retrieval.build import check_model, choose_build, prepare, prepare_engine
+from infembed_ray.retrieval import faiss_index
+from infembed_ray.retrieval.build import check_model, choose_build, prepare, prepare_engine, work_root
 from infembed_ray.retrieval.corpus import count_passages
 from infembed_ray.retrieval.milvus import is_address
 from infembed_ray.retrieval.versions import compacted_from
-from infembed_ray.retrieval.work import work_root
 from infembed_ray.storage.dry_run import gib, require_space, state
 from infembed_ray.storage.places import address, listing
 
@@ -28,9 +27,9 @@ def shard_size(
     factory: str, dimension: int, vectors: int, passage_bytes: float, precision: Precision = "float16"
 ) -> tuple[float, float]:
     """Estimate the bytes of memory and of disk of a shard; `passage_bytes` is the mean of text and metadata."""
-    index = factories.new(factory, dimension)
-    memory = factories.index_bytes(index, vectors)
-    originals = 0 if factories.holds_originals(index, precision) else np.dtype(precision).itemsize * dimension
+    index = faiss_index.new(factory, dimension)
+    memory = faiss_index.index_bytes(index, vectors)
+    originals = 0 if faiss_index.holds_originals(index, precision) else np.dtype(precision).itemsize * dimension
     return memory, memory + vectors * (passage_bytes + _PASSAGE_OVERHEAD + originals)
 
 

@@ -10,7 +10,7 @@ from infembed_ray.retrieval.versions import IndexFacts, IndexVersion, change_log
 from infembed_ray.storage.steps import find_input
 
 
-def run(action: str, directory: str, version: str | None = None) -> None:
+def run(action: str, directory: str, version: str = "") -> None:
     """Run one action and print its result.
 
     Args:
@@ -29,27 +29,22 @@ def run(action: str, directory: str, version: str | None = None) -> None:
         say("\n".join(aligned([heading, *rows])))
     elif action == "use":
         if engine:
-            engine.use(versions.chosen(version or "", [each.id for each in engine.versions()], directory))
+            engine.use(versions.chosen(version, [each.id for each in engine.versions()], directory))
         else:
-            versions.use(directory, version or "")
+            versions.use(directory, version)
         used = version if engine else find_input(directory, "index")
         say(f"index use: {used}; run `infembed serve` on {directory} to switch a running API to it")
     elif engine:
         raise InputError.of("index", directory, "an external engine verifies its own files", "give a directory")
     else:
-        _verify(directory)
+        size, root = versions.verify(directory), find_input(directory, "index")
+        facts = IndexFacts.read(root)
+        log = change_log(root, facts)
+        say(f"index verify: {root}: whole, {size} bytes in {counted(len(facts.shards), 'shard')}")
+        say(f"index verify: {log.directory}: whole, {counted(log.last() - facts.folded, 'segment')} of changes since")
 
 
 def _row(v: IndexVersion) -> tuple[str, ...]:
     measured = (f"{v.facts.recall_at_10:.4f}", f"{v.facts.bytes / 2**30:.3g}") if v.facts.shards else ("", "")
     latest = "latest" if v.current else ""
     return latest, v.id, v.created, f"{v.facts.passages}", *measured, f"{v.facts.folded}", v.facts.lineage
-
-
-def _verify(directory: str) -> None:
-    size = versions.verify(directory)
-    root = find_input(directory, "index")
-    facts = IndexFacts.read(root)
-    log = change_log(root, facts)
-    say(f"index verify: {root}: whole, {size} bytes in {counted(len(facts.shards), 'shard')}")
-    say(f"index verify: {log.directory}: whole, {counted(log.last() - facts.folded, 'segment')} of changes since")

@@ -1,59 +1,396 @@
 """Build an index: partition the corpus by shard, sort by id, encode what is new, build FAISS shards, publish.
 
 `build_index` calls every step through `Tasks`: in this process, or as tasks of a Ray cluster (`distributed.OnRay`). Every step
-leaves files behind, and one whose files are there is not repeated: an interrupted build resumes.
+leaves files behind (`Work`), and one whose files are there is not repeated: an interrupted build resumes. The files do not depend
+on the index type. Each appears whole or not at all, so one that is there is finished.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import io
+import itertools
+import json
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import starmap
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from obstore.exceptions import BaseError
 
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.modeling.checkpoint import locate
-from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import counted, say, track
-from infembed_ray.retrieval import factory
-from infembed_ray.retrieval.corpus import parts_of, require_columns, require_passages
+from infembed_ray.retrieval import faiss_index
+from infembed_ray.retrieval.corpus import parts_of, require_columns, require_passages, rows
 from infembed_ray.retrieval.milvus import Milvus, MilvusAddress
-from infembed_ray.retrieval.passages import schema
+from infembed_ray.retrieval.passages import position, schema, take, write_passages
 from infembed_ray.retrieval.shard_files import (
+    PASSAGES_FILE,
+    VECTORS_FILE,
     ShardFacts,
-    clear_finished,
-    drop_other_attempts,
-    finished_shard,
-    mark_finished,
-    shard_directory,
+    clear_attempts,
+    verify_local,
+    write_once,
 )
-from infembed_ray.retrieval.shards import Build, build_shard
+from infembed_ray.retrieval.shards import Build, Shard, build_shard, shard_name, shards_of, write_vectors
 from infembed_ray.retrieval.versions import FORMAT, IndexFacts, finished, latest_of, warn_of_changes
-from infembed_ray.retrieval.work import (
-    SPOOL,
-    Base,
-    Chunk,
-    DuplicateId,
-    Work,
-    chunk_rows,
-    chunks_of,
-    partition,
-    shard_name,
-    sorted_passages,
-    work_directory,
+from infembed_ray.storage import durable
+from infembed_ray.storage.leases import lease
+from infembed_ray.storage.object_store import SCRATCH, convert_errors, is_uri, room, scratch
+from infembed_ray.storage.places import (
+    Place,
+    address,
+    clear,
+    delete,
+    delivering,
+    listing,
+    open_binary,
+    read_binary,
+    read_json,
+    write_json,
 )
-from infembed_ray.storage.object_store import SCRATCH, convert_errors, is_uri, scratch
-from infembed_ray.storage.places import Place, address
-from infembed_ray.storage.steps import Step, find_input
+from infembed_ray.storage.steps import Staging, Step, find_input
 from infembed_ray.telemetry import report
+
+if TYPE_CHECKING:
+    from infembed_ray.modeling.encoder import InstructionEncoder
+
+CHUNK_PASSAGES = 512
+"""Minimum passages of a chunk: enough to batch by length; an interruption loses one chunk per actor."""
+ENCODED = "encoded"
+REUSED_FILE = "reused.vectors"
+SORTED_FILE = "sorted.json"
+SIZES_FILE = "sizes.json"
+SPOOL = "spool"
+_MAX_CHUNK_PASSAGES = 8192
+_MAX_CHUNKS = 10_000
+"""Chunks of a corpus, beyond which they become larger."""
+_ROWS_AT_ONCE = 8192
+_SHARE = "give a directory that all nodes share, or a folder of an object store"
+_LAYOUT = 5
+"""Version of these files. Builds of another version do not resume from them."""
+
+
+@contextlib.contextmanager
+def output_errors(output: str) -> Iterator[None]:
+    """Turn an error of the file system or of the object store in the block into an InputError that names the setting."""
+    try:
+        yield
+    except (OSError, BaseError) as error:
+        if isinstance(error, (ConnectionError, TimeoutError)):  # raised by Ray
+            raise
+        number, file = getattr(error, "errno", None), getattr(error, "filename", None)
+        missing = isinstance(error, FileNotFoundError)
+        in_scratch = is_uri(output) or output.startswith(f"{scratch()}/")
+        if missing and file:
+            setting = SCRATCH if in_scratch and not is_uri(output) else "output"
+            fault = f"node {platform.node()} does not see {file}, which another node wrote"
+            raise InputError.of(setting, output, fault, _SHARE) from error
+        if is_uri(output) and (number is None or missing):
+            with convert_errors(output, "output"):
+                raise
+        if number is None:
+            raise
+        setting, place = (SCRATCH, scratch()) if in_scratch else ("output", output)
+        remedy = "free space there" if number in (errno.ENOSPC, errno.EDQUOT) else "correct that"
+        remedy += " and run the same command again: it resumes"
+        raise InputError.of(setting, place, f"cannot be written ({os.strerror(number)})", remedy) from error
+
+
+class DuplicateId(InputError):
+    """Two rows of a corpus have one id."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows `start` to `start + count` of a shard's passages, which are encoded together. `number` counts those of the shard."""
+
+    shard: int
+    number: int
+    start: int
+    count: int
+
+    @property
+    def name(self) -> str:
+        """Name of the file with its vectors."""
+        return f"{shard_name(self.shard)}/{ENCODED}/{self.start:010d}.npy"
+
+
+def chunks_of(sizes: Sequence[int]) -> list[Chunk]:
+    """The chunks of all shards, in order."""
+    rows = chunk_rows(sizes)
+    return [
+        Chunk(shard, number, start, min(rows, size - start))
+        for shard, size in enumerate(sizes)
+        for number, start in enumerate(range(0, size, rows))
+    ]
+
+
+def chunk_rows(sizes: Sequence[int]) -> int:
+    """Maximum rows of a chunk of a corpus with these shards."""
+    return max(CHUNK_PASSAGES, min(_MAX_CHUNK_PASSAGES, sum(sizes) // _MAX_CHUNKS))
+
+
+@dataclass(frozen=True)
+class Base:
+    """The older version whose vectors a build reuses: passages whose id and text are in it are not encoded again.
+
+    Passages of both are sorted by id, so a chunk of new ones is compared with one range of old ones.
+    """
+
+    root: Place
+    shards: tuple[ShardFacts, ...]
+
+    @cached_property
+    def _opened(self) -> dict[int, Shard | None]:
+        return {}
+
+    def _shard(self, number: int) -> Shard | None:
+        """Verify and open a shard, once; None if it is damaged, which the checksums of the new version would hide."""
+        if number not in self._opened:
+            facts = self.shards[number]
+            try:
+                verify_local(self.root, facts)
+                self._opened[number] = Shard.open(self.root, facts)
+            except InputError as damage:
+                say(f"index: no vectors of {facts.name} are reused: {damage}")
+                self._opened[number] = None
+        return self._opened[number]
+
+    def vectors(self, passages: pa.Table, dimension: int) -> np.ndarray:
+        """The vectors of n > 0 passages by id ascending: (n, dimension) float32, NaN for those that are new."""
+        vectors = np.full((len(passages), dimension), np.nan, np.float32)
+        owners = shards_of(passages.column("id"), len(self.shards))
+        for number in np.unique(owners).tolist():
+            if (shard := self._shard(number)) is None:
+                continue
+            own = np.flatnonzero(owners == number)
+            given = passages.take(own)
+            ids = given.column("id")
+            first, last = (position(shard.passages, ids[place].as_py()) for place in (0, -1))
+            some = shard.passages.slice(first, last + 1 - first)
+            places = pc.index_in(ids, some.column("id").combine_chunks())
+            same = pc.equal(given.column("text"), some.column("text").take(places)).fill_null(False).to_numpy()
+            vectors[own[same]] = shard.vectors(first + places.filter(same).to_numpy())
+        return vectors
+
+
+@dataclass(frozen=True)
+class Work:
+    """The files of a build, in `root`, which every process of the build sees.
+
+    Attributes:
+        dimension: of the vectors.
+    """
+
+    root: Place
+    dimension: int
+    settings: IndexSettings
+
+    def sizes(self) -> list[int] | None:
+        """The passages of each shard; None before the corpus is partitioned."""
+        sizes: list[int] | None = read_json(self.root / SIZES_FILE)
+        return sizes
+
+    def set_sizes(self, sizes: Sequence[int]) -> None:
+        """Record that the corpus is partitioned."""
+        write_json(self.root / SIZES_FILE, list(sizes))
+
+    def errors(self) -> contextlib.AbstractContextManager[None]:
+        """`output_errors` of the output."""
+        return output_errors(self.settings.output)
+
+    def partition(self, part: int, files: Sequence[Place]) -> tuple[list[int], set[str]]:
+        """Write the rows of a part of the corpus, some files, to one Arrow file per shard.
+
+        Returns:
+            Passages of each shard, and the names of the columns of all rows.
+
+        Raises:
+            InputError: this node does not see a file, it cannot be read, or a row is invalid; see `corpus.rows`.
+        """
+        if unseen := next((file for file in files if not file.is_file()), None):
+            fault = f"node {platform.node()} does not see {unseen}"
+            raise InputError.of("corpus", self.settings.corpus, fault, _SHARE)
+        columns, metadata, shards = self.settings.columns, self.settings.metadata, self.settings.shards
+        typed, sizes, seen = schema(metadata), np.zeros(shards, np.int64), set[str]()
+        every = itertools.chain.from_iterable(rows(file, columns, metadata, seen) for file in files)
+        with self.errors(), contextlib.ExitStack() as opened:
+            directory = opened.enter_context(delivering(self.root / SPOOL / f"{part:05d}"))
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(parents=True)
+            names = [f"{shard:05d}.arrow" for shard in range(shards)]
+            streams = [opened.enter_context(durable.replacing(directory / name)) for name in names]
+            writers = [opened.enter_context(pa.ipc.new_file(stream, typed)) for stream in streams]
+            while some := list(itertools.islice(every, _ROWS_AT_ONCE)):
+                values = zip(zip(*some, strict=True), typed.types, strict=True)
+                table = pa.table([pa.array(column, kind) for column, kind in values], typed)
+                owners = shards_of(table.column("id"), shards)
+                counts = np.bincount(owners, minlength=shards)
+                table, start = table.take(pa.array(np.argsort(owners, kind="stable"))), 0
+                for writer, count in zip(writers, counts.tolist(), strict=True):
+                    if count:
+                        writer.write_table(table.slice(start, count))
+                    start += count
+                sizes += counts
+        return sizes.tolist(), seen
+
+    @contextlib.contextmanager
+    def _spooled(self, shard: int) -> Iterator[list[Path]]:
+        """Give the files with the unsorted rows of a shard, one for each part."""
+        spool = self.root / SPOOL
+        names = sorted(name for name in listing(spool) if name.endswith(f"/{shard:05d}.arrow"))
+        if isinstance(spool, Path):
+            yield [spool / name for name in names]
+            return
+        with room("build") as directory:
+            for name in names:
+                spool.download(name, directory / name)
+            yield [directory / name for name in names]
+
+    def drop_spool(self) -> None:
+        """Delete the unsorted rows."""
+        clear(self.root / SPOOL)
+
+    def _file(self, shard: int, name: str) -> Place:
+        return self.root / shard_name(shard) / name
+
+    def reusable(self, shard: int) -> int | None:
+        """How many vectors the base has for a shard; None before its passages are sorted."""
+        count: int | None = read_json(self._file(shard, SORTED_FILE))
+        return count
+
+    def sort(self, shard: int, parts: int, rows: int, base: Base | None) -> None:
+        """Sort the passages of a shard by id, and write the vectors that `base` has. Only ids are held in memory.
+
+        The passages of a chunk are one record batch, so that an actor that encodes it reads only these bytes.
+
+        Args:
+            parts: of the corpus.
+            rows: of a chunk.
+
+        Raises:
+            DuplicateId: two rows have one id.
+            InputError: this node does not see the rows of a part, which another node partitioned.
+        """
+        typed, reused = schema(self.settings.metadata), 0
+        with self.errors(), self._spooled(shard) as spooled:
+            if len(spooled) < parts:
+                raise FileNotFoundError(errno.ENOENT, "rows are missing", str(self.root / SPOOL))
+            with contextlib.ExitStack() as opened:
+                names = (PASSAGES_FILE, REUSED_FILE)
+                paths = [opened.enter_context(delivering(self._file(shard, name))) for name in names]
+                stream, vectors = (opened.enter_context(durable.replacing(path)) for path in paths)
+                writer = opened.enter_context(pa.ipc.new_file(stream, typed))
+                for table in _sorted(spooled, rows):
+                    writer.write_table(table.combine_chunks())
+                    if base is not None:
+                        of_base = base.vectors(table, self.dimension)
+                        reused += int(np.isfinite(of_base[:, 0]).sum())
+                        vectors.write(of_base.astype(self.settings.vectors).tobytes())
+            write_json(self._file(shard, SORTED_FILE), reused)
+
+    @contextlib.contextmanager
+    def _batches(self, shard: int) -> Iterator[pa.RecordBatchFileReader]:
+        with open_binary(self._file(shard, PASSAGES_FILE)) as file, pa.ipc.open_file(file) as batches:
+            yield batches
+
+    def passages(self, chunk: Chunk) -> pa.Table:
+        """Read the passages of a chunk."""
+        with self._batches(chunk.shard) as batches:
+            return pa.Table.from_batches([batches.get_batch(chunk.number)])
+
+    def reused(self, chunk: Chunk) -> np.ndarray:
+        """The vectors of a chunk that are reused, (count, dimension); NaN for the passages to encode."""
+        numbers, precision = chunk.count * self.dimension, np.dtype(self.settings.vectors)
+        with open_binary(self._file(chunk.shard, REUSED_FILE)) as file:
+            if not file.size():  # there is no base
+                return np.full((chunk.count, self.dimension), np.nan, precision)
+            file.seek(precision.itemsize * self.dimension * chunk.start)
+            read = np.frombuffer(file.read(precision.itemsize * numbers), precision)
+        return read.reshape(chunk.count, self.dimension).copy()
+
+    def write_encoded(self, chunk: Chunk, vectors: np.ndarray) -> None:
+        """Write the vectors of a chunk."""
+        with delivering(self.root / chunk.name) as file:
+            write_vectors(file, [vectors], len(vectors), self.dimension, self.settings.vectors)
+
+    def encoded(self) -> set[str]:
+        """Names of the chunks that have their vectors."""
+        return {name for name in listing(self.root) if name.endswith(".npy")}
+
+    def vectors(self, chunk: Chunk) -> np.ndarray:
+        """Read the vectors of a chunk, (count, dimension)."""
+        vectors: np.ndarray = np.load(io.BytesIO(read_binary(self.root / chunk.name)))
+        return vectors
+
+    def gather(self, shard: int, chunks: Sequence[Chunk], directory: Path) -> None:
+        """Write the passages and the vectors of a shard, from its chunks in order, into a directory of this machine."""
+        with self._batches(shard) as batches:
+            numbers = range(batches.num_record_batches)
+            tables = (pa.Table.from_batches([batches.get_batch(number)]) for number in numbers)
+            count = write_passages(directory / PASSAGES_FILE, batches.schema, tables)
+        vectors = map(self.vectors, chunks)
+        write_vectors(directory / VECTORS_FILE, vectors, count, self.dimension, self.settings.vectors)
+
+    def delete(self) -> None:
+        """Delete everything."""
+        delete(self.root / SIZES_FILE)  # first: a build that finds the sizes expects all other files
+        clear(self.root)
+
+
+def _sorted(spooled: Sequence[Path], rows_at_once: int) -> Iterator[pa.Table]:
+    """Yield the passages of Arrow files by id ascending, `rows_at_once` at a time."""
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context(pa.memory_map(str(file))) for file in spooled]
+        table = pa.concat_tables([pa.ipc.open_file(file).read_all() for file in files])
+        if not len(table):
+            return
+        order = pc.sort_indices(table.column("id")).to_numpy().astype(np.int64)
+        ids = take(table.select(["id"]), order).column("id").combine_chunks()
+        if (again := pc.index(pc.equal(ids[1:], ids[:-1]), True).as_py()) >= 0:
+            raise DuplicateId.of("corpus", None, f"id {ids[again]} is a duplicate", "ids must be unique")
+        for start in range(0, len(order), rows_at_once):
+            yield take(table, order[start : start + rows_at_once])
+
+
+def work_root(step: Step, settings: IndexSettings) -> Place:
+    """Return the place of the work of these passages and vectors, which an interrupted build leaves."""
+    decides = {
+        "inputs": step.contents,
+        "columns": settings.columns,
+        "metadata": settings.metadata,
+        "shards": settings.shards,
+        "dimensions": settings.dimensions,
+        "vectors": settings.vectors,
+        "layout": [_LAYOUT, CHUNK_PASSAGES],
+    }
+    name = f".{hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]}.encoded"
+    return step.root.resolve() / name if step.remote is None else step.remote.parent / name
+
+
+@contextlib.contextmanager
+def work_directory(step: Step, settings: IndexSettings, dimension: int) -> Iterator[Work]:
+    """Hold the work of these passages and vectors; InputError if another run holds it."""
+    root = work_root(step, settings)
+    with lease(root.parent, root.name.strip(".").removesuffix(".encoded"), "output", root.parent):
+        if isinstance(root, Path):
+            root.mkdir(exist_ok=True)
+        yield Work(root, dimension, settings)
+
+
+# ---------------------------------------------------------------------------------------------------- the pipeline
 
 
 class Tasks:
@@ -64,45 +401,13 @@ class Tasks:
 
     def run(self, function: Callable[..., Any], calls: Iterable[Sequence[Any]], cpus: float = 1) -> Iterator[Any]:
         """Call a function with each of the arguments; yields the results as they come."""
-        yield from starmap(function, calls)
+        yield from itertools.starmap(function, calls)
 
-    def encode(self, chunks: Sequence[Chunk], work: Work, settings: IndexSettings) -> Iterator[tuple[int, int]]:
+    def encode(self, chunks: Sequence[Chunk], work: Work) -> Iterator[tuple[int, int]]:
         """Encode chunks; yields the number of passages of each, and how many of them are new."""
         assert self._encoder is not None
         for chunk in chunks:
-            yield chunk.count, encode_chunk(self._encoder, work, chunk, settings)
-
-
-@contextlib.contextmanager
-def output_errors(output: str) -> Iterator[None]:
-    """Turn an error of the file system or of the object store in the block into an InputError that names the setting."""
-    try:
-        yield
-    except (OSError, BaseError) as error:
-        number, file = getattr(error, "errno", None), getattr(error, "filename", None)
-        setting = SCRATCH if not is_uri(output) and output.startswith(f"{scratch()}/") else "output"
-        if isinstance(error, FileNotFoundError) and file:
-            raise InputError.of(
-                setting,
-                output,
-                f"node {platform.node()} does not see {file}, which another node wrote",
-                "give a directory that all nodes share, or a folder of an object store",
-            ) from error
-        if isinstance(error, (ConnectionError, TimeoutError)):  # raised by Ray
-            raise
-        if is_uri(output) and (number is None or isinstance(error, FileNotFoundError)):
-            with convert_errors(output, setting):
-                raise
-        if number is None:
-            raise
-        setting, place = (SCRATCH, str(scratch())) if is_uri(output) else (setting, output)
-        remedy = "free space there" if number in (errno.ENOSPC, errno.EDQUOT) else "correct that"
-        raise InputError.of(
-            setting,
-            place,
-            f"cannot be written ({os.strerror(number)})",
-            f"{remedy} and run the same command again: it resumes",
-        ) from error
+            yield chunk.count, encode_chunk(self._encoder, work, chunk)
 
 
 def prepare(settings: IndexSettings) -> tuple[Place, str, Step]:
@@ -142,9 +447,13 @@ def prepare_engine(settings: IndexSettings) -> tuple[Milvus, IndexSettings]:
 
 def check_model(settings: IndexSettings, model: str) -> InstructionEncoder:
     """Check model and index type before any work; return the encoder without its weights."""
+    from infembed_ray.modeling.encoder import (
+        InstructionEncoder,  # late: the tasks that import this module need no torch
+    )
+
     encoder = InstructionEncoder.from_pretrained(model, dimensions=settings.dimensions, device="meta")
     if settings.factory is not None:
-        factory.new(settings.factory, encoder.dimension)
+        faiss_index.new(settings.factory, encoder.dimension)
     return encoder
 
 
@@ -173,57 +482,72 @@ def build_index(
     """
     warn_of_changes(step)
     with output_errors(settings.output), work_directory(step, settings, encoder.dimension) as work:
-        sizes = partition_corpus(corpus, settings, work, tasks)
+        sizes = partition_corpus(corpus, work, tasks)
         build = choose_build(settings, sizes, encoder.dimension)
-        sort_shards(corpus, sizes, settings, work, tasks, _base(step, encoder, settings))
+        sort_shards(corpus, sizes, work, tasks, _base(step, encoder, settings))
         with step.publish() as staging:
-            root = staging.remote or staging.path.resolve()  # tasks have other working directories
             say(
                 f"index: {counted(sum(sizes), 'passage')}, {counted(settings.shards, 'shard')} of {build.factory}, {model}"
             )
-            chunks = encode_passages(sizes, settings, work, tasks)
-            calls = [(root, shard, work, own, build, settings) for shard, own in _by_shard(chunks, settings.shards)]
-            shards = write_shards(write_shard, calls, root, settings.cpus_per_shard, tasks)
-            staging.resumed |= {shard.name for shard in shards}
-            facts = IndexFacts.of_build(
-                encoder, model, settings, shards, step.identity, sum(s.passages for s in shards)
-            )
+            encoded = encode_passages(sizes, work, tasks)
+            chunks = chunks_of(sizes)
+            calls = [(work, n, [c for c in chunks if c.shard == n], build) for n in range(settings.shards)]
+            shards = write_shards(write_shard, calls, staging, settings.cpus_per_shard, tasks)
+            facts = facts_of(step, encoder, model, settings, shards, sum(s.passages for s in shards))
             if facts.passages != sum(sizes):
                 raise RuntimeError(f"{facts.passages} of {sum(sizes)} passages reached a shard")
-            staging.counts = {
-                "passages": facts.passages,
-                "encoded": sum(chunks.values()),
-                "shards": len(shards),
-            }
+            staging.counts = {"passages": facts.passages, "encoded": encoded, "shards": len(shards)}
             staging.facts = {"index": facts.as_json()}
-        drop_other_attempts(step.remote, shards)
+        clear_attempts(step.remote or step.path, shards)
         work.delete()
+
+
+def facts_of(
+    step: Step,
+    encoder: InstructionEncoder,
+    model: str,
+    settings: IndexSettings,
+    shards: Sequence[ShardFacts],
+    passages: int,
+) -> IndexFacts:
+    """The facts of an index that was built from a corpus, the first of its lineage."""
+    return IndexFacts(
+        encoder=encoder.fingerprint(),
+        model=model,
+        template=encoder.text.template,
+        dimension=encoder.dimension,
+        dimensions=settings.dimensions,
+        passages=passages,
+        metadata=settings.metadata,
+        shards=shards,
+        lineage=step.identity,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ the corpus
 
 
-def partition_corpus(corpus: Place, settings: IndexSettings, work: Work, tasks: Tasks) -> list[int]:
+def partition_corpus(corpus: Place, work: Work, tasks: Tasks) -> list[int]:
     """Partition the corpus, unless an interrupted run did; returns the passages of each shard.
 
     A corpus of one part needs no cluster, so its faults are found before Ray starts.
 
     Raises:
-        InputError: see `work.partition`; or the corpus has no rows, or none with a metadata column.
+        InputError: see `Work.partition`; or the corpus has no rows, or none with a metadata column.
     """
     if (sizes := work.sizes()) is not None:
         return sizes
     work.delete()  # what an interrupted deletion left
     parts = parts_of(corpus)
-    sizes, seen = [0] * settings.shards, set[str]()
+    sizes, seen = [0] * work.settings.shards, set[str]()
     try:
         with track("corpus", len(parts)) as advance:
-            calls = [(settings, work, number, files) for number, files in enumerate(parts)]
-            for counts, columns in (tasks if len(parts) > 1 else Tasks()).run(partition_part, calls):
+            calls = [(work, number, files) for number, files in enumerate(parts)]
+            for counts, columns in (tasks if len(parts) > 1 else Tasks()).run(Work.partition, calls):
                 sizes = [total + count for total, count in zip(sizes, counts, strict=True)]
                 seen |= columns
                 advance(note=f"{sum(sizes)} passages")
-        require_passages(corpus, sum(sizes), settings.columns, settings.metadata, seen)
+        require_passages(corpus, sum(sizes), work.settings.columns, work.settings.metadata, seen)
     except InputError:
         work.delete()
         raise
@@ -231,56 +555,22 @@ def partition_corpus(corpus: Place, settings: IndexSettings, work: Work, tasks: 
     return sizes
 
 
-def partition_part(
-    settings: IndexSettings, work: Work, number: int, files: Sequence[Place]
-) -> tuple[list[int], set[str]]:
-    """Partition one part of a corpus; see `work.partition`."""
-    if unseen := next((file for file in files if not file.is_file()), None):
-        raise InputError.of(
-            "corpus",
-            settings.corpus,
-            f"node {platform.node()} does not see {unseen}",
-            "give a directory that all nodes share, or a folder of an object store",
-        )
-    with output_errors(settings.output), work.spool(number) as directory:
-        return partition(files, settings.columns, settings.metadata, settings.shards, directory)
-
-
-def sort_shards(
-    corpus: Place, sizes: Sequence[int], settings: IndexSettings, work: Work, tasks: Tasks, base: Base | None
-) -> None:
+def sort_shards(corpus: Place, sizes: Sequence[int], work: Work, tasks: Tasks, base: Base | None) -> None:
     """Sort the passages of all shards by id, and find the vectors that the base has.
 
     Raises:
         DuplicateId: two rows have one id.
     """
-    missing = [shard for shard in range(settings.shards) if not work.is_sorted(shard)]
+    missing = [shard for shard in range(len(sizes)) if work.reusable(shard) is None]
     parts, rows = len(parts_of(corpus)), chunk_rows(sizes)
     try:
-        with track("sort", settings.shards, settings.shards - len(missing)) as advance:
-            for _ in tasks.run(sort_shard, [(shard, parts, settings, work, rows, base) for shard in missing]):
+        with track("sort", len(sizes), len(sizes) - len(missing)) as advance:
+            for _ in tasks.run(Work.sort, [(work, shard, parts, rows, base) for shard in missing]):
                 advance()
     except DuplicateId:
         work.delete()
         raise
     work.drop_spool()
-
-
-def sort_shard(shard: int, parts: int, settings: IndexSettings, work: Work, rows: int, base: Base | None) -> None:
-    """Sort the passages of a shard by id.
-
-    Args:
-        parts: of the corpus.
-        rows: of a chunk.
-
-    Raises:
-        DuplicateId: two rows have one id.
-        InputError: this node does not see the rows of a part, which another node partitioned.
-    """
-    with output_errors(settings.output), work.spooled(shard) as spooled:
-        if len(spooled) < parts:
-            raise FileNotFoundError(errno.ENOENT, "rows are missing", str(work.root / SPOOL))
-        work.write_sorted(shard, schema(settings.metadata), sorted_passages(spooled, rows), base)
 
 
 def _base(step: Step, encoder: InstructionEncoder, settings: IndexSettings) -> Base | None:
@@ -295,43 +585,39 @@ def _base(step: Step, encoder: InstructionEncoder, settings: IndexSettings) -> B
 # -------------------------------------------------------------------------------------------------------- vectors
 
 
-def encode_passages(sizes: Sequence[int], settings: IndexSettings, work: Work, tasks: Tasks) -> dict[Chunk, int]:
-    """Encode the chunks that have no file yet; returns all chunks, in order, and how many passages of each were encoded."""
-    chunks, encoded = chunks_of(sizes), work.encoded()
-    missing = [chunk for chunk in chunks if chunk.name not in encoded]
+def encode_passages(sizes: Sequence[int], work: Work, tasks: Tasks) -> int:
+    """Encode the chunks that have no file yet; returns how many passages this build encodes, with interrupted runs."""
+    encoded = work.encoded()
+    missing = [chunk for chunk in chunks_of(sizes) if chunk.name not in encoded]
     total, left = sum(sizes), sum(chunk.count for chunk in missing)
     figures = {"encoded": 0, "reused": 0}
     with track("encode", total, total - left) as advance:
         if left < total:
             advance(0, note=f"{total - left} from an interrupted run")
-        for count, new in tasks.encode(missing, work, settings) if missing else ():
+        for count, new in tasks.encode(missing, work) if missing else ():
             figures = {"encoded": figures["encoded"] + new, "reused": figures["reused"] + count - new}
             report(index_passages_total=figures)
             advance(count)
-    encoded = work.encoded()
-    new = sum(encoded[chunk.name] for chunk in chunks)
+    new = total - sum(work.reusable(shard) or 0 for shard in range(len(sizes)))
     if new < total:
         say(f"index: {new} of {total} passages were encoded; the vectors of the others are those of the version before")
-    return {chunk: encoded[chunk.name] for chunk in chunks}
+    return new
 
 
-def encode_chunk(encoder: InstructionEncoder, work: Work, chunk: Chunk, settings: IndexSettings) -> int:
+def encode_chunk(encoder: InstructionEncoder, work: Work, chunk: Chunk) -> int:
     """Encode the new passages of a chunk; returns their number. InputError if an embedding is not finite."""
     vectors = work.reused(chunk)
     new = np.flatnonzero(np.isnan(vectors[:, 0]))
     if new.size:
         passages = work.passages(chunk).take(new)
-        encoded = encoder.encode_passages(passages.column("text").to_pylist(), settings.batch_tokens)
+        encoded = encoder.encode_passages(passages.column("text").to_pylist(), work.settings.batch_tokens)
         broken = np.flatnonzero(~np.isfinite(encoded).all(axis=1))
         if broken.size:
-            raise InputError.of(
-                "model",
-                encoder.source,
-                f"its embedding of passage {passages.column('id')[int(broken[0])]} is not finite",
-                "the weights are damaged or training diverged: give another checkpoint",
-            )
+            fault = f"its embedding of passage {passages.column('id')[int(broken[0])]} is not finite"
+            remedy = "the weights are damaged or training diverged: give another checkpoint"
+            raise InputError.of("model", encoder.source, fault, remedy)
         vectors[new] = encoded
-    work.write_encoded(chunk, vectors, len(new))
+    work.write_encoded(chunk, vectors)
     return len(new)
 
 
@@ -340,41 +626,36 @@ def encode_chunk(encoder: InstructionEncoder, work: Work, chunk: Chunk, settings
 
 def choose_build(settings: IndexSettings, sizes: Sequence[int], dimension: int) -> Build:
     """The index type of all shards, chosen for the largest."""
-    chosen = factory.choose(
+    chosen = faiss_index.choose(
         max(sizes), dimension, settings.memory_gib, settings.shards, settings.factory, settings.vectors
     )
     return Build(chosen, settings.memory_gib, settings.recall_floor, settings.shards, settings.lexical)
 
 
-def _by_shard(chunks: Mapping[Chunk, int], shards: int) -> Iterator[tuple[int, dict[Chunk, int]]]:
-    for shard in range(shards):
-        yield shard, {chunk: new for chunk, new in chunks.items() if chunk.shard == shard}
-
-
 def write_shards(
-    function: Callable[..., ShardFacts], calls: Sequence[Sequence[Any]], root: Place, cpus: float, tasks: Tasks
+    function: Callable[..., ShardFacts], calls: Sequence[Sequence[Any]], staging: Staging, cpus: float, tasks: Tasks
 ) -> list[ShardFacts]:
-    """Write all shards of the index in `root`, one task per shard; shards that an interrupted run finished stay."""
-    shards = []
+    """Write all shards of an index, one task per shard; those that an interrupted run finished stay.
+
+    Args:
+        function: takes the place of the index, and the arguments of a call.
+    """
+    root = staging.remote or staging.path.resolve()  # tasks have other working directories
+    shards: list[ShardFacts] = []
     with track("shards", len(calls)) as advance:
-        for facts in tasks.run(function, calls, cpus):
+        for facts in tasks.run(function, [(root, *call) for call in calls], cpus):
             shards.append(facts)
             advance(note=f"{facts.factory}, recall@10 {facts.recall_at_10:.3f}")
-    clear_finished(root)
+    staging.resumed |= {shard.name for shard in shards}
     return sorted(shards, key=lambda facts: facts.name)
 
 
-def write_shard(
-    root: Place, shard: int, work: Work, chunks: Mapping[Chunk, int], build: Build, settings: IndexSettings
-) -> ShardFacts:
+def write_shard(root: Place, work: Work, shard: int, chunks: Sequence[Chunk], build: Build) -> ShardFacts:
     """Join the vectors of a shard and build it, unless an interrupted run did."""
-    return finish_shard(root, shard, settings.output, lambda into: work.gather(shard, chunks, into), build)
 
+    def write(directory: Path) -> ShardFacts:
+        work.gather(shard, chunks, directory)
+        return build_shard(directory, build)
 
-def finish_shard(root: Place, shard: int, output: str, fill: Callable[[Path], None], build: Build) -> ShardFacts:
-    """Build a shard whose passages and vectors `fill` writes into a directory; one that an interrupted run finished stays."""
-    if done := finished_shard(root, shard_name(shard)):
-        return done
-    with output_errors(output), shard_directory(root, shard_name(shard)) as directory:
-        fill(directory)
-        return mark_finished(root, shard_name(shard), directory, build_shard(directory, build))
+    with work.errors():
+        return write_once(root, shard_name(shard), write)

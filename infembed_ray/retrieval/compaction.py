@@ -6,7 +6,7 @@ both versions read, so both give the same answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,20 +14,21 @@ from infembed_ray.config.retrieval import CompactSettings, IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.progress import counted, say
 from infembed_ray.retrieval import versions
-from infembed_ray.retrieval.build import Tasks, finish_shard, output_errors, write_shards
+from infembed_ray.retrieval.build import Tasks, output_errors, write_shards
 from infembed_ray.retrieval.passages import schema, write_passages
 from infembed_ray.retrieval.shard_files import (
     PASSAGES_FILE,
     VECTORS_FILE,
     ShardFacts,
-    drop_other_attempts,
+    clear_attempts,
     verify_local,
+    write_once,
 )
-from infembed_ray.retrieval.shards import Build, Shard, write_vectors
+from infembed_ray.retrieval.shards import Build, Shard, build_shard, shard_name, write_vectors
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.versions import IndexFacts, change_log
 from infembed_ray.storage.dry_run import state
-from infembed_ray.storage.places import Place, address, delete, read_json, write_json
+from infembed_ray.storage.places import Place, address
 from infembed_ray.storage.steps import Published, Step, find_input, read_manifest
 
 
@@ -49,7 +50,7 @@ class Compaction:
 
     @classmethod
     def open(cls, index: str) -> Compaction:
-        """Plan the compaction of all changes until now, or continue an interrupted one.
+        """Plan the compaction of all changes until now.
 
         Args:
             index: a version, or an output directory whose `latest` names one.
@@ -63,13 +64,16 @@ class Compaction:
         log = change_log(base, facts)
         log.check(facts.folded)
         settings = IndexSettings.from_mapping(manifest["settings"], where="index.")
-        work = cls(base, manifest["identity"], facts, settings, log.last())
-        return replace(work, **(read_json(work._record) or {}))
+        return cls(base, manifest["identity"], facts, settings, log.last())
 
     @property
     def changes(self) -> int:
         """Segments to fold in."""
         return self.until - self.facts.folded
+
+    def __str__(self) -> str:
+        changes, shards = counted(self.changes, "segment"), counted(len(self.facts.shards), "shard")
+        return f"{self.version} and {changes} of changes, {shards}"
 
     def step(self) -> Step:
         """The step that publishes the next version; its identity covers the base and the changes."""
@@ -77,13 +81,8 @@ class Compaction:
         names = {"version": self.version, "changes": f"{self.until}-{digest}"}
         return Step("index", self.settings, address(self.base.parent), {}, names)
 
-    @property
-    def _record(self) -> Place:
-        """File with `until` of a compaction that has begun: one that restarted with newer changes might never end."""
-        return self.base.parent / f".{self.version}.compaction"
-
     def run(self, step: Step, tasks: Tasks, cpus: float = 1) -> None:
-        """Publish the next version; a later compaction of this version continues an interrupted one.
+        """Publish the next version; without new changes, it continues an interrupted run.
 
         Args:
             cpus: per task that builds a shard.
@@ -91,47 +90,35 @@ class Compaction:
         Raises:
             InputError: a file of the base or a change is damaged; no type fits the memory; or recall is below the floor.
         """
-        write_json(self._record, {"until": self.until})
         with output_errors(str(step.root)), step.publish() as staging:
-            root = staging.remote or staging.path.resolve()
-            calls = [(self, number, root) for number in range(len(self.facts.shards))]
-            shards = write_shards(Compaction.write_shard, calls, root, cpus, tasks)
-            staging.resumed |= {shard.name for shard in shards}
-            facts = self._next_facts(shards)
-            staging.counts = {"passages": facts.passages, "shards": len(shards), "changes": self.changes}
+            calls = [(self, number) for number in range(len(self.facts.shards))]
+            shards = write_shards(_write_shard, calls, staging, cpus, tasks)
+            passages = sum(shard.passages for shard in shards)
+            facts = replace(self.facts, passages=passages, shards=shards, folded=self.until)
+            staging.counts = {"passages": passages, "shards": len(shards), "changes": self.changes}
             staging.facts = {"index": facts.as_json()}
-        drop_other_attempts(step.remote, shards)
-        self.end()
+        clear_attempts(step.remote or step.path, shards)
 
-    def end(self) -> None:
-        """Remove the record: the compaction is finished or cannot be."""
-        delete(self._record)
 
-    def write_shard(self, number: int, root: Place) -> ShardFacts:
-        """Write one shard of the next version; a shard that an interrupted run finished stays."""
-        s = self.settings
-        build = Build(s.factory, s.memory_gib, s.recall_floor, s.shards, s.lexical)
+def _write_shard(root: Place, work: Compaction, number: int) -> ShardFacts:
+    """Write a shard of the next version, unless an interrupted run did."""
+    facts, old, settings = work.facts, work.facts.shards[number], work.settings
 
-        def fill(directory: Path) -> None:
-            verify_local(self.base, self.facts.shards[number])  # the next version gets new checksums
-            base = Shard.open(self.base, self.facts.shards[number])
-            live = LiveShard(base, change_log(self.base, self.facts), number, self.facts.folded, self.until)
-            columns = schema(self.facts.metadata)
-            write_passages(directory / PASSAGES_FILE, columns, (passages for passages, _ in live.content()))
-            vectors = (vectors for _, vectors in live.content())
-            write_vectors(directory / VECTORS_FILE, vectors, len(live), self.facts.dimension, self.facts.vectors)
+    def write(directory: Path) -> ShardFacts:
+        verify_local(work.base, old)  # the next version gets new checksums
+        log = change_log(work.base, facts)
+        live = LiveShard(Shard.open(work.base, old), log, number, facts.folded, work.until)
+        passages = (passages for passages, _ in live.content())
+        write_passages(directory / PASSAGES_FILE, schema(facts.metadata), passages)
+        vectors = (vectors for _, vectors in live.content())
+        write_vectors(directory / VECTORS_FILE, vectors, len(live), facts.dimension, facts.vectors)
+        floor = settings.recall_floor
+        return build_shard(
+            directory, Build(settings.factory, settings.memory_gib, floor, settings.shards, settings.lexical)
+        )
 
-        try:
-            return finish_shard(root, number, str(root.parent), fill, build)
-        except InputError as error:
-            if not {fault.setting for fault in error.faults} & {"factory", "memory_gib", "recall_floor"}:
-                raise
-            self.end()  # the next attempt takes newer changes, which may help
-            raise InputError(*error.args, "another value needs a new build, which encodes nothing again") from error
-
-    def _next_facts(self, shards: Sequence[ShardFacts]) -> IndexFacts:
-        passages = sum(shard.passages for shard in shards)
-        return replace(self.facts, passages=passages, shards=shards, folded=self.until)
+    with output_errors(str(root.parent)):
+        return write_once(root, shard_name(number), write)
 
 
 def compact(settings: CompactSettings, tasks: Tasks) -> Published:
@@ -147,15 +134,12 @@ def compact(settings: CompactSettings, tasks: Tasks) -> Published:
     if not work.changes:
         say(f"index compact: no changes since {work.version}")
         published = versions.as_published(work.base)
+    elif done := versions.finished(step := work.step()):
+        published = done
     else:
-        step = work.step()
-        if done := versions.finished(step):
-            work.end()
-            published = done
-        else:
-            say(f"index compact: {_described(work)}")
-            work.run(step, tasks, settings.cpus_per_shard)
-            published = step.published()
+        say(f"index compact: {work}")
+        work.run(step, tasks, settings.cpus_per_shard)
+        published = step.published()
     try:
         versions.prune(work.base, settings.keep_versions)
     except (InputError, OSError) as error:  # such as NFS, while a replica still maps a file
@@ -169,10 +153,4 @@ def describe(settings: CompactSettings) -> Iterator[str]:
     if not work.changes:
         yield f"no changes since {work.version}, so there is nothing to do"
     elif not (yield from state(work.step())):
-        yield _described(work)
-
-
-def _described(work: Compaction) -> str:
-    return (
-        f"{work.version} and {counted(work.changes, 'segment')} of changes, {counted(len(work.facts.shards), 'shard')}"
-    )
+        yield str(work)

@@ -26,7 +26,7 @@ from infembed_ray.storage.steps import resolve_input
 PARTS = 64
 """Maximum number of parts of a corpus, which tasks read side by side."""
 PART_BYTES = 64 << 20
-"""Bytes of a part, unless the corpus is larger than `PARTS` of them."""
+"""Bytes of a corpus that one task reads."""
 SAMPLE = 10_000
 """Maximum number of rows of a Parquet file that `count_passages` checks."""
 _OWN = ("id", "text")
@@ -36,17 +36,12 @@ def require_columns(columns: Mapping[str, str], metadata: Mapping[str, FieldType
     """Raise InputError if the settings `columns` or `metadata` name an impossible column."""
     for name in metadata:
         if name in _OWN or name.startswith("_") or not name:
-            raise InputError.of(
-                f"metadata.{name}",
-                None,
-                "this name is reserved",
-                f"choose another name and set columns.<that name>={name}",
-            )
+            remedy = f"choose another name and set columns.<that name>={name}"
+            raise InputError.of(f"metadata.{name}", None, "this name is reserved", remedy)
     for name in columns:
         if name not in (own := [*_OWN, *metadata]):
-            raise InputError.of(
-                f"columns.{name}", None, f"neither id, text nor a metadata column: {nearest(name, own)}"
-            )
+            fault = f"neither id, text nor a metadata column: {nearest(name, own)}"
+            raise InputError.of(f"columns.{name}", None, fault)
 
 
 def require_passages(
@@ -57,28 +52,15 @@ def require_passages(
         raise InputError.of("corpus", corpus, "empty, it has no rows", "give a file with at least one")
     for name in metadata:
         if (theirs := columns.get(name, name)) not in seen:
-            raise InputError.of(
-                f"metadata.{name}",
-                None,
-                f"no row of corpus={corpus} has a column {theirs}: {nearest(theirs, sorted(seen))}",
-                f"set columns.{name}=<its name>, or drop it",
-            )
+            fault = f"no row of corpus={corpus} has a column {theirs}: {nearest(theirs, sorted(seen))}"
+            raise InputError.of(f"metadata.{name}", None, fault, f"set columns.{name}=<its name>, or drop it")
 
 
 def parts_of(corpus: Place) -> list[list[Place]]:
-    """Divide the files of a corpus into at most `PARTS` parts, each of at least `PART_BYTES` or one file."""
-    sizes = {corpus / name: size for name, size in listing(corpus).items()}
+    """Divide the files of a corpus into at most `PARTS` parts; a small corpus is one part."""
     files = tables.data_files(corpus, "corpus")
-    least = max(PART_BYTES, -(-sum(sizes[file] for file in files) // PARTS))
-    parts: list[list[Place]] = [[]]
-    filled = 0
-    for file in files:
-        if filled >= least:
-            parts.append([])
-            filled = 0
-        parts[-1].append(file)
-        filled += sizes[file]
-    return parts
+    parts = min(PARTS, len(files)) if sum(listing(corpus).values()) > PART_BYTES else 1
+    return [files[part::parts] for part in range(parts)]
 
 
 def rows(
@@ -107,9 +89,8 @@ def rows(
                 row.append(as_typed(value, metadata[name]) if name in metadata else _text(value))
         except ValueError as fault:
             shown = repr(values.get(column))[:60]
-            raise InputError.of(
-                "corpus", file, f"row {number}: column {column} {fault}, not {shown}", "correct it or drop the row"
-            ) from None
+            wrong = f"row {number}: column {column} {fault}, not {shown}"
+            raise InputError.of("corpus", file, wrong, "correct it or drop the row") from None
         yield row
 
 

@@ -7,7 +7,7 @@ object store, tasks and actors write there; nothing passes through the driver.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,14 +16,13 @@ from ray.data import ActorPoolStrategy
 
 from infembed_ray.config.retrieval import CompactSettings, IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, errors_of_tasks, require_resources
 from infembed_ray.retrieval import build, compaction
+from infembed_ray.retrieval.build import Chunk, Work, chunks_of, work_directory
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.milvus import Milvus, MilvusAddress, is_address
-from infembed_ray.retrieval.versions import IndexFacts, finished
-from infembed_ray.retrieval.work import Chunk, Work, work_directory
+from infembed_ray.retrieval.versions import finished
 from infembed_ray.storage.steps import Published, Staging
 
 _MAX_BLOCKS = 4096
@@ -84,14 +83,14 @@ class OnRay(build.Tasks):
             for left in pending:
                 ray.cancel(left)
 
-    def encode(self, chunks: Sequence[Chunk], work: Work, settings: IndexSettings) -> Iterator[tuple[int, int]]:
+    def encode(self, chunks: Sequence[Chunk], work: Work) -> Iterator[tuple[int, int]]:
         """As `Tasks.encode`, on an actor pool of Ray Data."""
         items = [asdict(chunk) for chunk in chunks]
         encoded = ray.data.from_items(items, override_num_blocks=min(len(items), _MAX_BLOCKS)).map(
             EncodeChunk,
-            fn_constructor_args=(work, self._model, settings),
-            compute=ActorPoolStrategy(size=settings.actors),
-            num_gpus=settings.gpus_per_actor,
+            fn_constructor_args=(work, self._model),
+            compute=ActorPoolStrategy(size=work.settings.actors),
+            num_gpus=work.settings.gpus_per_actor,
         )
         for row in encoded.iter_rows():
             if row["fault"] is not None:
@@ -108,10 +107,11 @@ def _task(function: Callable[..., Any], threads: int, *arguments: Any) -> Any:
 class EncodeChunk:
     """A Ray Data actor that loads the model once and encodes chunks, each to its file."""
 
-    def __init__(self, work: Work, model: str, settings: IndexSettings) -> None:
-        self._work = work
-        self._settings = settings
+    def __init__(self, work: Work, model: str) -> None:
+        self._work, settings = work, work.settings
         self._fault: str | None = None
+        from infembed_ray.modeling.encoder import InstructionEncoder  # late: other tasks of this module need no torch
+
         device = "cuda" if settings.gpus_per_actor else "cpu"
         try:
             self._encoder = InstructionEncoder.from_pretrained(model, dimensions=settings.dimensions, device=device)
@@ -123,8 +123,8 @@ class EncodeChunk:
         new = 0
         try:
             if self._fault is None:
-                with build.output_errors(self._settings.output):
-                    new = build.encode_chunk(self._encoder, self._work, Chunk(**chunk), self._settings)
+                with self._work.errors():
+                    new = build.encode_chunk(self._encoder, self._work, Chunk(**chunk))
         except InputError as error:
             self._fault = str(error)
         return {"passages": int(chunk["count"]), "new": new, "fault": self._fault}
@@ -141,21 +141,21 @@ def _run_in_engine(settings: IndexSettings) -> Published:
         engine.use(step.identity)
         return Published(step.path, done.manifest, fresh=False, uri=settings.output)
     started = time.monotonic()
-    encoder = InstructionEncoder.from_pretrained(model, dimensions=settings.dimensions, device="meta")
+    encoder = build.check_model(settings.model_copy(update={"factory": None}), model)  # the engine checks its own types
     tasks = OnRay(local, model)
     with build.output_errors(local.output), work_directory(step, local, encoder.dimension) as work:
         engine.begin(step.identity, settings.metadata, encoder.dimension, settings.factory)  # first: it may refuse
-        sizes = build.partition_corpus(corpus, local, work, tasks)
-        build.sort_shards(corpus, sizes, local, work, tasks, None)
+        sizes = build.partition_corpus(corpus, work, tasks)
+        build.sort_shards(corpus, sizes, work, tasks, None)
         say(f"index: {counted(sum(sizes), 'passage')} to {settings.output}, {model}")
-        chunks = build.encode_passages(sizes, local, work, tasks)
-        parts: dict[int, dict[Chunk, int]] = {}  # one task per shard, or one task if the engine takes one writer
-        for chunk, new in chunks.items():
-            parts.setdefault(0 if engine.one_writer else chunk.shard, {})[chunk] = new
+        build.encode_passages(sizes, work, tasks)
+        parts: dict[int, list[Chunk]] = {}  # one task per shard, or one task if the engine takes one writer
+        for chunk in chunks_of(sizes):
+            parts.setdefault(0 if engine.one_writer else chunk.shard, []).append(chunk)
         with track("insert", sum(sizes)) as advance:
             for count in tasks.run(_insert, [(engine.address, step.identity, part, work) for part in parts.values()]):
                 advance(count)
-        facts = IndexFacts.of_build(encoder, model, settings, [], step.identity, sum(sizes))
+        facts = build.facts_of(step, encoder, model, settings, [], sum(sizes))
         made = Staging(step.partial, counts={"passages": facts.passages}, facts={"index": facts.as_json()})
         manifest = step.manifest(made, time.monotonic() - started)
         engine.finish(step.identity, manifest)
@@ -164,8 +164,8 @@ def _run_in_engine(settings: IndexSettings) -> Published:
     return Published(step.path, manifest, fresh=True, uri=settings.output)
 
 
-def _insert(address: MilvusAddress, identity: str, chunks: Mapping[Chunk, int], work: Work) -> int:
+def _insert(address: MilvusAddress, identity: str, chunks: Sequence[Chunk], work: Work) -> int:
     engine = Milvus(address)
-    for chunk, new in chunks.items():
-        engine.insert(identity, work.passages(chunk), work.vectors(chunk, new))
+    for chunk in chunks:
+        engine.insert(identity, work.passages(chunk), work.vectors(chunk))
     return sum(chunk.count for chunk in chunks)

@@ -96,19 +96,16 @@ def parse(filter: Mapping[str, Any] | None, schema: Mapping[str, FieldType]) -> 
     conditions = []
     for field, written in filter.items():
         if field not in schema:
-            known = nearest(str(field), schema) if schema else "this index has no metadata columns"
-            raise FilterError(f"filter.{_short_name(field)}: unknown field; {known}")
+            valid = nearest(str(field), schema) if schema else "this index has no metadata columns"
+            raise FilterError(f"filter.{_short_name(field)}: unknown field; {valid}")
         if written == {}:
             raise FilterError(f"filter.{field}={{}}: no condition; give a value, or one of {', '.join(OPERATORS)}")
-        if isinstance(written, Mapping):
-            conditions += [
-                _condition(
-                    f"filter.{field}.{_short_name(operator)}={_short(value)}", field, schema[field], operator, value
-                )
-                for operator, value in written.items()
-            ]
-        else:
+        if not isinstance(written, Mapping):
             conditions.append(_condition(f"filter.{field}={_short(written)}", field, schema[field], "eq", written))
+            continue
+        for operator, value in written.items():
+            where = f"filter.{field}.{_short_name(operator)}={_short(value)}"
+            conditions.append(_condition(where, field, schema[field], operator, value))
     return Filter(tuple(sorted(conditions, key=lambda c: (c.field, c.operator)))) if conditions else None
 
 

@@ -78,12 +78,8 @@ class Index:
         from infembed_ray.retrieval.build import build_here  # late: opening an index needs no torch
 
         if encoder.source is None or encoder.changed:
-            raise InputError.of(
-                "encoder",
-                None,
-                "its weights are in no file",
-                "save it with save_pretrained, and load that directory with InstructionEncoder.from_pretrained",
-            )
+            remedy = "save it with save_pretrained, and load that directory with InstructionEncoder.from_pretrained"
+            raise InputError.of("encoder", None, "its weights are in no file", remedy)
         model = str(Path(encoder.source).resolve()) if Path(encoder.source).is_dir() else encoder.source
         given = {"metadata": dict(metadata or {}), "shards": shards, "factory": factory, "memory_gib": memory_gib}
         given |= {"recall_floor": recall_floor, "batch_tokens": batch_tokens, "dimensions": encoder.dimensions}
@@ -147,21 +143,17 @@ class Index:
         """
         vectors = np.atleast_2d(np.asarray(vectors, dtype=np.float32))
         if vectors.ndim != 2 or vectors.shape[1] != self.facts.dimension:
-            raise InputError.of(
-                "vectors",
-                None,
-                f"shape {vectors.shape}, and the index has {self.facts.dimension} dimensions",
-                f"encode the queries with {self.facts.model}, the encoder of the index",
-            )
-        by_shard = []
+            fault = f"shape {vectors.shape}, and the index has {self.facts.dimension} dimensions"
+            remedy = f"encode the queries with {self.facts.model}, the encoder of the index"
+            raise InputError.of("vectors", None, fault, remedy)
+        answers: list[ShardAnswer] = []
         for shard in self._live:
             shard.refresh()
             (answer,) = shard.search_many([ShardQuery(vectors, k, filter)])
             if isinstance(answer, Exception):
                 raise answer
-            assert isinstance(answer, ShardAnswer)
-            by_shard.append(answer.hits)
-        return [merge(results, k) for results in zip(*by_shard, strict=True)]
+            answers.append(answer)
+        return [merge(answers, number, k) for number in range(len(vectors))]
 
     @cached_property
     def _live(self) -> list[LiveShard]:

@@ -72,27 +72,24 @@ class MilvusAddress:
         setting: name of the setting, for error messages.
         url: of the server.
         alias: of the current version, and prefix of the names of all versions.
-        token_env: environment variable with the token; None: no token.
     """
 
     setting: str
     url: str
     database: str
     alias: str
-    token_env: str | None
 
     @classmethod
-    def parse(cls, value: str, setting: str, token_env: str | None = TOKEN_ENV) -> MilvusAddress:
+    def parse(cls, value: str, setting: str) -> MilvusAddress:
         """Parse the value of a setting; InputError if it is no address, or it holds credentials."""
         parts = urlsplit(value)
         if holds_credentials(value):
-            remedy = where_they_belong(value, f"{token_env or TOKEN_ENV} (user:password or an API key)")
-            raise InputError.of(setting, value, remedy)
+            raise InputError.of(setting, value, where_they_belong(value, f"{TOKEN_ENV} (user:password or an API key)"))
         *database, alias = parts.path.strip("/").split("/")
         if not (is_address(value) and parts.netloc and alias.isidentifier() and alias.isascii()) or len(database) > 1:
             fault = "must be milvus+http://HOST:PORT/ALIAS, or .../DATABASE/ALIAS"
             raise InputError.of(setting, value, fault, "an alias has letters, digits and underscores")
-        return cls(setting, f"{parts.scheme.partition('+')[2]}://{parts.netloc}", "".join(database), alias, token_env)
+        return cls(setting, f"{parts.scheme.partition('+')[2]}://{parts.netloc}", "".join(database), alias)
 
     def __str__(self) -> str:
         return f"milvus+{self.url}/{f'{self.database}/' if self.database else ''}{self.alias}"
@@ -115,7 +112,7 @@ class Milvus:
     def __init__(self, address: MilvusAddress, timeout_s: float = 60.0) -> None:
         self.address = address
         self.timeout_s = timeout_s
-        self._client, self.one_writer = _connect(address, timeout_s)
+        self.client, self.one_writer = _connect(address, timeout_s)
 
     def _name(self, identity: str) -> str:
         return f"{self.address.alias}_{identity}"
@@ -124,13 +121,13 @@ class Milvus:
         """List the finished versions, the oldest first."""
         finished = []
         with _errors(self.address):
-            for name in self._client.list_collections():
+            for name in self.client.list_collections():
                 if not re.fullmatch(re.escape(self._name("")) + "[0-9a-f]{12}", name):
                     continue
-                if text := self._client.describe_collection(name)["properties"].get(MANIFEST):
+                if text := self.client.describe_collection(name)["properties"].get(MANIFEST):
                     manifest = json.loads(text)
                     facts = IndexFacts.of_manifest(manifest, self.address, self.address.setting)
-                    current = self.address.alias in self._client.list_aliases(name)["aliases"]
+                    current = self.address.alias in self.client.list_aliases(name)["aliases"]
                     finished.append(IndexVersion(name[-12:], manifest, facts, current))
         return sorted(finished, key=lambda version: (version.created, version.id))
 
@@ -144,20 +141,19 @@ class Milvus:
         for column in metadata:
             if not (column.isidentifier() and column.isascii()):
                 fault = "Milvus takes names of letters, digits and underscores"
-                raise InputError.of(
-                    f"metadata.{column}", None, fault, f"choose such a name and set columns.<that name>={column}"
-                )
+                remedy = f"choose such a name and set columns.<that name>={column}"
+                raise InputError.of(f"metadata.{column}", None, fault, remedy)
         with _errors(self.address):
-            if self._client.has_collection(alias) and not any(version.current for version in self.versions()):
+            if self.client.has_collection(alias) and not any(version.current for version in self.versions()):
                 fault = f"{alias} names a collection there that `infembed index` did not build"
                 raise self.address.fault(fault, "choose another alias")
-            if self._client.has_collection(name):
-                self._client.drop_collection(name)
-            schema = _schema(self._client, metadata, dimension)
-            index = self._client.prepare_index_params()
+            if self.client.has_collection(name):
+                self.client.drop_collection(name)
+            schema = _schema(self.client, metadata, dimension)
+            index = self.client.prepare_index_params()
             index.add_index(_VECTOR, index_type=index_type or "AUTOINDEX", metric_type="IP")
-            self._client.create_collection(name, schema=schema, consistency_level="Bounded")
-            self._client.create_index(name, index)
+            self.client.create_collection(name, schema=schema, consistency_level="Bounded")
+            self.client.create_index(name, index)
 
     def insert(self, identity: str, passages: pa.Table, vectors: np.ndarray) -> None:
         """Insert passages (`passages.schema`) and their (n, d) float32 unit vectors; InputError if one is too long."""
@@ -167,8 +163,8 @@ class Milvus:
             for row, vector in zip(passages.to_pylist(), vectors, strict=True)
         ]
         with _errors(self.address):
-            for batch in _batches(rows):
-                self._client.insert(self._name(identity), batch)
+            for start in range(0, len(rows), BATCH_ROWS):
+                self.client.insert(self._name(identity), rows[start : start + BATCH_ROWS])
 
     def finish(self, identity: str, manifest: Mapping[str, Any]) -> None:
         """Wait for the index, verify the number of passages, write the manifest, and let the alias name the version.
@@ -178,25 +174,22 @@ class Milvus:
         """
         name, wanted = self._name(identity), manifest["index"]["passages"]
         with _errors(self.address):
-            self._client.flush(name, timeout=None)
-            self._client.load_collection(name, timeout=None)  # waits for the index
-            (counted,) = self._client.query(name, output_fields=["count(*)"], consistency_level="Strong")
+            self.client.flush(name, timeout=None)
+            self.client.load_collection(name, timeout=None)  # waits for the index
+            (counted,) = self.client.query(name, output_fields=["count(*)"], consistency_level="Strong")
             if counted["count(*)"] != wanted:
                 raise self.address.fault(
                     f"{name} holds {counted['count(*)']} of {wanted} passages, because a write was lost or repeated",
                     "run the same command again: it starts the collection over",
                 )
-            self._client.alter_collection_properties(name, {MANIFEST: json.dumps(manifest)})
+            self.client.alter_collection_properties(name, {MANIFEST: json.dumps(manifest)})
         self.use(identity)
 
     def use(self, identity: str) -> None:
         """Let the alias name a finished version."""
+        there = any(version.current for version in self.versions())
         with _errors(self.address):
-            set_alias = (
-                self._client.alter_alias
-                if any(version.current for version in self.versions())
-                else self._client.create_alias
-            )
+            set_alias = self.client.alter_alias if there else self.client.create_alias
             set_alias(self._name(identity), self.address.alias)
 
     def current(self) -> IndexVersion:
@@ -208,24 +201,26 @@ class Milvus:
     def open(self, identity: str) -> MilvusStore:
         """Open a finished version; StoreFault if there is none."""
         if version := next((version for version in self.versions() if version.id == identity), None):
-            return MilvusStore(self, self._client, self._name(identity), version.facts)
+            return MilvusStore(self, self._name(identity), version.facts)
         raise self.address.fault(f"no version {identity} there", f"`infembed index versions {self.address}` lists them")
 
 
 class MilvusStore:
     """One version in Milvus, open for searches and changes. Any threads can search while one changes."""
 
-    def __init__(self, engine: Milvus, client: Any, name: str, facts: IndexFacts) -> None:
+    def __init__(self, engine: Milvus, name: str, facts: IndexFacts) -> None:
         self.facts = facts
-        self._address = engine.address
-        self._client = client
+        self._engine = engine
         self._name = name
-        self._timeout_s = engine.timeout_s  # without it, the client tries again for minutes
         self._stale_ms = 0 if engine.one_writer else STALE_MS
         self._fields = [_TEXT, *(PREFIX + column for column in facts.metadata)]
-        with _errors(self._address):
-            self._type = str(client.describe_index(name, _VECTOR)["index_type"])
+        self._type = str(self._call("describe_index", index_name=_VECTOR)["index_type"])
         self.ready()
+
+    def _call(self, method: str, **arguments: Any) -> Any:
+        """Call a method of the client on the collection. Without a time-out, the client would try again for minutes."""
+        with _errors(self._engine.address):
+            return getattr(self._engine.client, method)(self._name, timeout=self._engine.timeout_s, **arguments)
 
     def search(
         self, vectors: np.ndarray, k: int, filter: Mapping[str, Any] | None = None, fresh: bool = False
@@ -249,30 +244,21 @@ class MilvusStore:
         parsed = filters.parse(filter, self.facts.metadata)
         effort = {"HNSW": {"ef": max(EF, k)}, "IVF": {"nprobe": NPROBE}}.get(self._type.split("_")[0], {})
         sequence = _now_ms() - (0 if fresh else self._stale_ms)
-        with _errors(self._address):
-            answers = self._client.search(
-                self._name,
-                data=np.ascontiguousarray(vectors, np.float32),
-                limit=k,
-                filter="" if parsed is None else expression(parsed),
-                output_fields=self._fields,
-                search_params={"metric_type": "IP", "params": effort},
-                consistency_level="Strong" if fresh else "Bounded",
-                timeout=self._timeout_s,
-            )
+        answers = self._call(
+            "search",
+            data=np.ascontiguousarray(vectors, np.float32),
+            limit=k,
+            filter="" if parsed is None else expression(parsed),
+            output_fields=self._fields,
+            search_params={"metric_type": "IP", "params": effort},
+            consistency_level="Strong" if fresh else "Bounded",
+        )
         hits = [[self._hit(hit["id"], hit["distance"], hit["entity"]) for hit in of_query] for of_query in answers]
         return [sorted(some, key=lambda hit: (hit.score, hit.id), reverse=True) for some in hits], sequence
 
     def get(self, id: str) -> Hit | None:
         """Return the passage of an id, with score 0; None if there is none."""
-        with _errors(self._address):
-            rows = self._client.query(
-                self._name,
-                filter=f"{_ID} in [{_literal(id)}]",
-                output_fields=self._fields,
-                consistency_level="Strong",
-                timeout=self._timeout_s,
-            )
+        rows = self._call("query", filter=_any_of([id]), output_fields=self._fields, consistency_level="Strong")
         return self._hit(id, 0.0, rows[0]) if rows else None
 
     def scores(self, query: ScoreQuery) -> np.ndarray:
@@ -281,20 +267,11 @@ class MilvusStore:
         Raises:
             StoreFault: the server does not answer.
         """
-        with _errors(self._address):
-            rows = self._client.query(
-                self._name,
-                filter=f"{_ID} in [{', '.join(map(_literal, query.ids))}]",
-                output_fields=[_ID, _VECTOR],
-                consistency_level="Bounded",
-                timeout=self._timeout_s,
-            )
+        rows = self._call("query", filter=_any_of(query.ids), output_fields=[_ID, _VECTOR], consistency_level="Bounded")
         by_id = {row[_ID]: row[_VECTOR] for row in rows}
-        stored = np.full((len(query.ids), self.facts.dimension), np.nan, np.float32)
-        for number, id in enumerate(query.ids):
-            if id in by_id:
-                stored[number] = by_id[id]
-        return query.vectors @ stored.T
+        nothing = np.full(self.facts.dimension, np.nan, np.float32)
+        stored = np.array([by_id.get(id, nothing) for id in query.ids], np.float32)
+        return query.vectors @ stored.reshape(-1, self.facts.dimension).T
 
     def change(self, changes: Sequence[Change]) -> int:
         """Apply changes, of which the last to an id wins; they are durable on return.
@@ -306,31 +283,25 @@ class MilvusStore:
             ChangeError: a change does not fit the index; none is made.
             StoreFault: the server does not answer; some of the changes may be made.
         """
+        rows, deleted = [], []
         for change in changes:
             require_fitting(change, self.facts.dimension)
-        final = {change.id: change for change in changes}.values()
-        rows = [
-            _entity(
-                put.id, put.text, typed_metadata(put.id, put.metadata, self.facts.metadata), put.vector, ChangeError
-            )
-            for put in final
-            if isinstance(put, Put)
-        ]
-        deleted = [change.id for change in final if not isinstance(change, Put)]
-        with _errors(self._address):
-            for batch in _batches(rows):
-                self._client.upsert(self._name, batch, timeout=self._timeout_s)
-            if deleted:
-                # The client's own `ids=` does not escape quotes.
-                some = f"{_ID} in [{', '.join(map(_literal, deleted))}]"
-                self._client.delete(self._name, filter=some, timeout=self._timeout_s)
+        for id, change in {change.id: change for change in changes}.items():
+            if isinstance(change, Put):
+                metadata = typed_metadata(id, change.metadata, self.facts.metadata)
+                rows.append(_entity(id, change.text, metadata, change.vector, ChangeError))
+            else:
+                deleted.append(id)
+        for start in range(0, len(rows), BATCH_ROWS):
+            self._call("upsert", data=rows[start : start + BATCH_ROWS])
+        if deleted:  # the client's own `ids=` does not escape quotes
+            self._call("delete", filter=_any_of(deleted))
         return _now_ms()
 
     def ready(self) -> bool:
         """Return whether searches would be answered; load the collection if a restart of the server has released it."""
-        with _errors(self._address):
-            if self._client.get_load_state(self._name, timeout=self._timeout_s)["state"].name != "Loaded":
-                self._client.load_collection(self._name, timeout=self._timeout_s)
+        if self._call("get_load_state")["state"].name != "Loaded":
+            self._call("load_collection")
         return True
 
     def _hit(self, id: str, score: float, stored: Mapping[str, Any]) -> Hit:
@@ -353,6 +324,10 @@ def _condition(condition: Condition) -> str:
     if condition.operator in ("eq", "in"):
         return f"{field} in {listed}"
     return f"{field} is null or {field} not in {listed}"  # a comparison with null is false
+
+
+def _any_of(ids: Sequence[str]) -> str:
+    return f"{_ID} in [{', '.join(map(_literal, ids))}]"
 
 
 def _literal(value: Value) -> str:
@@ -382,11 +357,6 @@ def _loaded(value: Any, kind: FieldType) -> Any:
     return date.fromordinal(value).isoformat() if kind == "date" and value is not None else value
 
 
-def _batches(rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    for start in range(0, len(rows), BATCH_ROWS):
-        yield rows[start : start + BATCH_ROWS]
-
-
 def _schema(client: Any, metadata: Mapping[str, FieldType], dimension: int) -> Any:
     from pymilvus import DataType
 
@@ -407,17 +377,13 @@ def _now_ms() -> int:
 
 
 def _connect(address: MilvusAddress, timeout_s: float) -> tuple[Any, bool]:
-    """Connect; returns the client, and whether the server is Milvus Lite.
-
-    Raises:
-        StoreFault: see `Milvus`.
-    """
+    """Connect; returns the client, and whether the server is Milvus Lite."""
     try:
         import pymilvus
     except ImportError as error:
         raise address.fault("needs the client of Milvus", "pip install 'infembed-ray[milvus]'") from error
     logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # it logs a traceback for each error that it raises
-    token = os.environ.get(address.token_env or "", "")
+    token = os.environ.get(TOKEN_ENV, "")
     deadline = time.monotonic() + min(PATIENCE_S, timeout_s)
     while True:
         try:
@@ -453,5 +419,5 @@ def _errors(address: MilvusAddress) -> Iterator[None]:
         if "connecting to server" in reason or "UNAVAILABLE" in reason:
             reason, remedy = f"no Milvus server answers there ({reason})", "start it, or correct host and port"
         elif re.search(r"\bauth|unauthenticated|password", reason, re.IGNORECASE):
-            remedy = f"set {address.token_env or TOKEN_ENV} to user:password or an API key"
+            remedy = f"set {TOKEN_ENV} to user:password or an API key"
         raise address.fault(reason, remedy) from error

@@ -90,10 +90,10 @@ def take(passages: pa.Table, rows: np.ndarray) -> pa.Table:
     starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
     of_chunk = np.searchsorted(starts, rows, side="right") - 1
     by_chunk = np.argsort(of_chunk, kind="stable")
-    found, firsts = np.unique(of_chunk[by_chunk], return_index=True)
+    used, firsts = np.unique(of_chunk[by_chunk], return_index=True)
     parts = [
         chunks[chunk].take(pa.array(rows[some] - starts[chunk]))
-        for chunk, some in zip(found, np.split(by_chunk, firsts[1:]), strict=True)
+        for chunk, some in zip(used, np.split(by_chunk, firsts[1:]), strict=True)
     ]
     place = np.empty(len(rows), np.int64)
     place[by_chunk] = np.arange(len(rows))

@@ -24,8 +24,8 @@ from infembed_ray.config.retrieval import Precision
 from infembed_ray.errors import InputError
 from infembed_ray.progress import say
 from infembed_ray.storage import durable
-from infembed_ray.storage.object_store import SCRATCH, Folder, convert_errors, room, scratch
-from infembed_ray.storage.places import Place, delete, open_binary, read_json, write_json
+from infembed_ray.storage.object_store import SCRATCH, convert_errors, room, scratch
+from infembed_ray.storage.places import Place, delete, errors_at, listing, open_binary, read_json, write_json
 
 INDEX_FILE = "index.faiss"
 PASSAGES_FILE = "passages.arrow"
@@ -33,7 +33,7 @@ VECTORS_FILE = "vectors.npy"
 TERMS_FILE, POSTINGS_FILE = "terms.arrow", "postings.npy"
 """Lexical index of a shard; only in indexes built with `lexical`."""
 _RECORD = re.compile(r"shard-\d+\.json")
-_ATTEMPT = re.compile(r"shard-\d+(-[0-9a-f]+)?/")
+_ATTEMPT = re.compile(r"shard-\d+(-[0-9a-f]+)?")
 BLOCK = 16 << 20
 """Bytes of a block, which is also one ranged read of an object."""
 THREADS = 8
@@ -61,42 +61,36 @@ class FileChecksums:
         with pa.OSFile(str(path)) as file:
             return cls(file.size(), "".join(_map_blocks(file.size(), lambda start: _digest(_read(file, start)))))
 
-    def require_size(self, size: int, place: str) -> None:
-        """Raise InputError unless the file at `place` has this size."""
-        if size != self.size:
+    def require_size(self, file: pa.NativeFile, place: str) -> None:
+        """Raise InputError unless the open file has this size; the message names `place`."""
+        if (size := file.size()) != self.size:
             raise InputError(f"{place} is corrupted ({size} bytes instead of {self.size}); {REMEDY}")
 
-    def verify(self, file: pa.NativeFile, place: str) -> None:
+    def verify(self, file: pa.NativeFile, place: str, then: Callable[[bytes, int], None] | None = None) -> None:
         """Read an open file and compare its size and checksums.
+
+        Args:
+            then: takes each block that is right, and its first byte in the file; called by several threads.
 
         Raises:
             InputError: they differ; the message names `place`.
         """
-        self.require_size(file.size(), place)
-        _map_blocks(self.size, lambda start: self._require(_read(file, start), start, place))
+
+        def verify_block(start: int) -> None:
+            block = _read(file, start)
+            if _digest(block) != self.blocks[start // BLOCK * _DIGITS :][:_DIGITS]:
+                fault = f"the checksum of the block at byte {start} differs from the manifest"
+                raise InputError(f"{place} is corrupted ({fault}); {REMEDY}")
+            if then is not None:
+                then(block, start)
+
+        self.require_size(file, place)
+        _map_blocks(self.size, verify_block)
 
     def copy(self, source: pa.NativeFile, path: Path, place: str) -> None:
-        """Copy an open file to `path` and verify it while its bytes pass through; `path` appears whole or not at all.
-
-        Raises:
-            InputError: the file is damaged; the message names `place`.
-            OSError: the disk is full.
-        """
-        self.require_size(source.size(), place)
+        """As `verify`, and copy the file to `path` meanwhile, which appears whole or not at all."""
         with durable.replacing(path) as copy:
-
-            def copy_block(start: int) -> None:
-                block = _read(source, start)
-                self._require(block, start, place)
-                _write(copy.fileno(), block, start)
-
-            _map_blocks(self.size, copy_block)
-
-    def _require(self, block: bytes, start: int, place: str) -> None:
-        if _digest(block) != self.blocks[start // BLOCK * _DIGITS :][:_DIGITS]:
-            raise InputError(
-                f"{place} is corrupted (the checksum of the block at byte {start} differs from the manifest); {REMEDY}"
-            )
+            self.verify(source, place, lambda block, start: _write(copy.fileno(), block, start))
 
 
 @dataclass(frozen=True)
@@ -107,7 +101,7 @@ class ShardFacts:
         name: directory of the shard inside the index.
         search: calibrated search parameters: efSearch (graphs), nprobe (inverted lists), rerank (candidates per hit of lossy
             types).
-        recall_at_10: against exact search (`searcher.calibrate`); 1 for Flat.
+        recall_at_10: against exact search (`faiss_index.calibrate`); 1 for Flat.
         checksums: file name -> its checksums.
     """
 
@@ -132,21 +126,35 @@ class ShardFacts:
         return cls(**{**values, "checksums": checksums})
 
 
-def local_directory(root: Place, facts: ShardFacts, cache: Path | None = None) -> Path:
-    """Return the directory of this machine with a shard's files; copy them there from an object store.
+def local_directory(root: Place, facts: ShardFacts) -> Path:
+    """Return the directory of this machine with a shard's files.
 
-    Args:
-        cache: directory for copies; None: the scratch directory of this machine.
+    From an object store they are copied to the scratch directory, by one process while the others wait.
 
     Raises:
         InputError: a file is missing or has another size; a block of a copy has a wrong checksum; or the disk is full.
     """
-    if isinstance(root, Folder):
-        return _cached(root, facts, cache or scratch())
-    for name, checksums in facts.checksums.items():
-        with _opened(root, facts, name) as (file, place):
-            checksums.require_size(file.size(), place)
-    return root / facts.name
+    if isinstance(root, Path):
+        for name, checksums in facts.checksums.items():
+            with _opened(root, facts, name) as (file, place):
+                checksums.require_size(file, place)
+        return root / facts.name
+    key, cache = json.dumps(asdict(facts)["checksums"], sort_keys=True), scratch()
+    directory = cache / "shards" / hashlib.sha256(key.encode()).hexdigest()[:16]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with durable.exclusive_lock(directory / "lock", wait=True):
+            missing = [name for name in facts.checksums if not (directory / name).is_file()]
+            if missing:
+                say(f"index: copying {facts.name} ({facts.bytes} bytes) from {root} to {directory}")
+            for name in missing:
+                with _opened(root, facts, name) as (source, place):
+                    facts.checksums[name].copy(source, directory / name, place)
+    except OSError as error:
+        fault = f"cannot hold {facts.name} ({error.strerror or error}), which has {facts.bytes} bytes"
+        remedy = "free space there, for example by deleting copies of older versions, or give another directory"
+        raise InputError.of(SCRATCH, cache, fault, remedy) from error
+    return directory
 
 
 def verify(root: Place, facts: ShardFacts) -> None:
@@ -161,127 +169,76 @@ def verify(root: Place, facts: ShardFacts) -> None:
 
 
 def verify_local(root: Place, facts: ShardFacts) -> None:
-    """Verify the files of a shard that this machine reads: those of `local_directory`.
+    """Verify the files of a shard that this machine reads: those of `local_directory`. A damaged copy is made again.
 
     Raises:
-        InputError: a file, or this machine's copy of it, is missing or corrupted.
+        InputError: a file is missing or corrupted.
     """
-    if isinstance(root, Path):
-        verify(root, facts)
-        return
     directory = local_directory(root, facts)
     try:
         verify(directory.parent, replace(facts, name=directory.name))
-    except InputError as damage:
-        raise InputError(
-            f"index={root}: this machine's copy of {facts.name} is damaged ({damage}); delete {directory} and run again"
-        ) from damage
-
-
-def _cached(folder: Folder, facts: ShardFacts, cache: Path) -> Path:
-    """Return this machine's copy of a shard. One process makes it; the others wait."""
-    key = json.dumps(asdict(facts)["checksums"], sort_keys=True)
-    directory = cache / "shards" / hashlib.sha256(key.encode()).hexdigest()[:16]
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with durable.exclusive_lock(directory / "lock", wait=True):
-            missing = [name for name in facts.checksums if not (directory / name).is_file()]
-            if missing:
-                say(f"index: copying {facts.name} ({facts.bytes} bytes) from {folder} to {directory}")
-            for name in missing:
-                with _opened(folder, facts, name) as (source, place):
-                    facts.checksums[name].copy(source, directory / name, place)
-    except OSError as error:
-        raise InputError(
-            f"{SCRATCH}={cache}: cannot hold {facts.name} ({error.strerror or error}), which has {facts.bytes} bytes; "
-            "free space there, for example by deleting copies of older versions, or give another directory"
-        ) from error
-    return directory
+    except InputError:
+        if isinstance(root, Path):
+            raise
+        for name in facts.checksums:
+            (directory / name).unlink()
+        local_directory(root, facts)
 
 
 @contextlib.contextmanager
 def _opened(root: Place, facts: ShardFacts, name: str) -> Iterator[tuple[pa.NativeFile, str]]:
     """Open a file of a shard; give it and its name for error messages."""
     place = f"index={root}: {facts.name}/{name}"
-    with _store_errors(root):
-        try:
-            source = open_binary(root / facts.name / name)
-        except FileNotFoundError as error:
-            raise InputError(f"{place} is missing; {REMEDY}") from error
-        with source:
-            yield source, place
-
-
-@contextlib.contextmanager
-def _store_errors(root: Place) -> Iterator[None]:
-    """Convert errors of a store's client to InputErrors. Errors of this machine's disk have an errno and pass."""
     try:
-        yield
+        with open_binary(root / facts.name / name) as source:
+            yield source, place
+    except FileNotFoundError as error:
+        raise InputError(f"{place} is missing; {REMEDY}") from error
     except (OSError, pa.ArrowException) as error:
-        if isinstance(root, Path) or getattr(error, "errno", None) is not None:
+        if isinstance(root, Path) or getattr(error, "errno", None) is not None:  # of this machine's disk
             raise
         with convert_errors(root.base, "index"):
             raise
 
 
-@contextlib.contextmanager
-def shard_directory(root: Place, name: str) -> Iterator[Path]:
-    """Give the directory of this machine in which to write a shard of the index in `root`.
+def write_once(root: Place, name: str, write: Callable[[Path], ShardFacts]) -> ShardFacts:
+    """Write a shard of the index in `root`, unless an interrupted run finished it and its files are whole.
 
-    For an index in an object store it lies in the scratch directory, until the block ends. Its name is of this attempt only: an
-    attempt that was given up may still write, and must not overwrite the files of another one.
+    In an object store every attempt has a directory of its own: one that was given up may still write, and must not overwrite
+    the files of another one.
+
+    Args:
+        write: writes the files into a directory of this machine and returns their facts.
     """
+    record = root / f"{name}.json"
+    if values := read_json(record):
+        facts = ShardFacts.from_json(values)
+        with contextlib.suppress(InputError):  # the machine stopped before the files were on disk
+            if isinstance(root, Path):
+                verify(root, facts)
+            return facts
     if isinstance(root, Path):
         (root / name).mkdir(exist_ok=True)
-        yield root / name
+        facts = write(root / name)
     else:
         with room("shard") as directory:
             attempt = directory / f"{name}-{secrets.token_hex(4)}"
             attempt.mkdir()
-            yield attempt
-
-
-def mark_finished(root: Place, name: str, directory: Path, facts: ShardFacts) -> ShardFacts:
-    """Record that a shard is finished, so that an interrupted build resumes after it; upload it to an object store."""
-    if isinstance(root, Folder):
-        for file in facts.checksums:
-            root.upload(directory / file, f"{facts.name}/{file}")
-    write_json(root / f"{name}.json", asdict(facts))
+            facts = write(attempt)
+            for file in facts.checksums:
+                root.upload(attempt / file, f"{facts.name}/{file}")
+    write_json(record, asdict(facts))
     return facts
 
 
-def finished_shard(root: Place, name: str) -> ShardFacts | None:
-    """The facts of a shard that an earlier run finished; None if it did not, or if a file is damaged."""
-    if (record := read_json(root / f"{name}.json")) is None:
-        return None
-    facts = ShardFacts.from_json(record)
-    with contextlib.suppress(InputError):  # the machine stopped before the files were on disk
-        if isinstance(root, Path):
-            verify(root, facts)
-        return facts
-    return None
-
-
-def clear_finished(root: Place) -> None:
-    """Remove the records of `mark_finished` from an index whose shards are all finished."""
-    names = root.entries() if isinstance(root, Folder) else [file.name for file in root.iterdir()]
-    for name in filter(_RECORD.fullmatch, names):
-        delete(root / name)
-
-
-def drop_other_attempts(root: Folder | None, shards: Sequence[ShardFacts]) -> None:
-    """Delete the files of attempts at shards that a published index does not name.
-
-    Args:
-        root: of the index in an object store; None: the index is in a directory and has no such files.
-    """
-    if root is None:
-        return
+def clear_attempts(root: Place, shards: Sequence[ShardFacts]) -> None:
+    """Delete the records of `write_once` from a published index, and the files of attempts that its `shards` do not name."""
     names = {facts.name for facts in shards}
-    with convert_errors(root.base, "output"):
-        for file in root.entries():
-            if _ATTEMPT.match(file) and file.split("/")[0] not in names:
-                root.delete(file)
+    with errors_at(root, "output"):
+        for file in listing(root):
+            top, _, below = file.partition("/")
+            if _RECORD.fullmatch(file) or (below and _ATTEMPT.fullmatch(top) and top not in names):
+                delete(root / file)
 
 
 def _map_blocks(size: int, function: Callable[[int], T]) -> list[T]:

@@ -7,7 +7,7 @@ that do not store the vectors unchanged have them in a third file.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -19,12 +19,12 @@ import pyarrow.compute as pc
 
 from infembed_ray.config.retrieval import Precision
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval import factory as factories
+from infembed_ray.retrieval import faiss_index
 from infembed_ray.retrieval import lexical as lexicals
 from infembed_ray.retrieval.faiss_import import faiss
+from infembed_ray.retrieval.faiss_index import Searcher, calibrate
 from infembed_ray.retrieval.lexical import Lexical
 from infembed_ray.retrieval.passages import open_passages, row_of
-from infembed_ray.retrieval.searcher import Searcher, calibrate
 from infembed_ray.retrieval.shard_files import (
     INDEX_FILE,
     PASSAGES_FILE,
@@ -59,8 +59,9 @@ class Hit(NamedTuple):
     metadata: Mapping[str, str | int | float | bool | None] = _NO_METADATA
 
 
-Content = tuple[str, Mapping[str, str | int | float | bool | None]]
-"""Text and metadata of a passage."""
+def shard_name(shard: int) -> str:
+    """Name of a shard's directory."""
+    return f"shard-{shard:05d}"
 
 
 def shard_of(passage_id: str, shards: int) -> int:
@@ -81,7 +82,7 @@ class Build:
     """How to build the index of a shard.
 
     Attributes:
-        factory: index type; None: chosen by `factory.choose`, which also takes `memory_gib` and `shards`.
+        factory: index type; None: chosen by `faiss_index.choose`, which also takes `memory_gib` and `shards`.
         recall_floor: least recall@10.
         lexical: build a lexical index, too.
     """
@@ -115,17 +116,13 @@ class Shard:
         return len(self._searcher)
 
     @classmethod
-    def open(cls, root: Place, facts: ShardFacts, gpu: bool = False, cache: Path | None = None) -> Shard:
+    def open(cls, root: Place, facts: ShardFacts) -> Shard:
         """Map a shard of the index in `root`; in an object store, copy it to this machine first.
-
-        Args:
-            gpu: search on the GPUs of this process; graphs are searched on CPUs.
-            cache: directory for the copy; None: the scratch directory of this machine.
 
         Raises:
             InputError: a file is missing, has another size or cannot be opened; or a block of the copy has a wrong checksum.
         """
-        directory = local_directory(root, facts, cache)
+        directory = local_directory(root, facts)
         try:
             if facts.factory.startswith("HNSW"):
                 _read_links(directory / INDEX_FILE, facts.passages)
@@ -136,7 +133,7 @@ class Shard:
         except (OSError, RuntimeError, ValueError):
             verify(directory.parent, replace(facts, name=directory.name))  # names the damaged file
             raise
-        return cls(Searcher(index, originals, facts.search, gpu), passages, facts.vectors, lexical)
+        return cls(Searcher(index, originals, facts.search), passages, facts.vectors, lexical)
 
     def search_rows(self, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Find the rows of each query with the largest inner products, by (score, id), descending.
@@ -150,24 +147,25 @@ class Shard:
         """
         return self._searcher.search(vectors, k, keep)
 
+    def search(self, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> list[list[Hit]]:
+        """As `search_rows`, with the passages of the rows: the hits of each query."""
+        scores, rows = self.search_rows(vectors, k, keep)
+        return self.hits(rows, scores)
+
     def hits(self, rows: np.ndarray, scores: np.ndarray) -> list[list[Hit]]:
         """Fetch the passages of (queries, k) rows with their scores; skips rows below 0."""
         queries, k = rows.shape
         ends = range(k, queries * k + 1, k)
         if rows.size and rows.min() < 0:
-            found = rows >= 0
-            ends = np.cumsum(found.sum(axis=1)).tolist()
-            rows, scores = rows[found], scores[found]
-        every = hits_of(self._batch, rows.ravel(), scores.ravel())
+            filled = rows >= 0
+            ends = np.cumsum(filled.sum(axis=1)).tolist()
+            rows, scores = rows[filled], scores[filled]
+        every = hits_of(self._batch, scores.ravel(), pa.array(rows.ravel()))
         return [every[start:end] for start, end in zip(chain((0,), ends), ends, strict=False)]
 
-    def ids(self, rows: np.ndarray) -> pa.Array:
-        """The ids of m rows."""
-        return _TAKE.call([self._batch.column(0), pa.array(rows)])
-
-    def contents(self, rows: np.ndarray) -> list[Content]:
-        """Texts and metadata of m rows."""
-        return contents_of(self._batch, rows)
+    def take(self, rows: np.ndarray) -> pa.Table:
+        """The passages of m rows."""
+        return pa.Table.from_batches([self._batch]).take(pa.array(rows))
 
     def vectors(self, rows: np.ndarray | slice) -> np.ndarray:
         """The encoded vectors of some rows, (rows, d) float32."""
@@ -182,39 +180,21 @@ def _read_links(file: Path, passages: int) -> None:
     """Bring the links of a graph, which its file begins with, into the page cache. FAISS checks all of them when it opens the
     file, and its mapping would read them page by page, 25 times as slowly."""
     with file.open("rb", buffering=0) as stream:
-        for _ in range(0, passages * factories.LINK_BYTES, _LINKS_AT_ONCE):
+        for _ in range(0, passages * faiss_index.LINK_BYTES, _LINKS_AT_ONCE):
             stream.read(_LINKS_AT_ONCE)
 
 
-def hits_of(passages: pa.RecordBatch, rows: np.ndarray, scores: np.ndarray) -> list[Hit]:
-    """Fetch m rows as hits with the given scores."""
-    ids, texts, metadata = _columns(passages, rows)
-    return list(map(Hit, ids, scores.tolist(), texts, metadata))
-
-
-def contents_of(passages: pa.RecordBatch, rows: np.ndarray) -> list[Content]:
-    """Fetch the texts and metadata of m rows."""
-    _, texts, metadata = _columns(passages, rows)
-    return list(zip(texts, metadata, strict=False))
-
-
-def _columns(passages: pa.RecordBatch, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, Iterable[Mapping[str, Any]]]:
-    """Ids, texts and metadata of m rows; the metadata may not end."""
-    wanted = pa.array(rows)
-    ids, texts, *columns = (_TAKE.call([column, wanted]) for column in passages.columns)
+def hits_of(passages: pa.Table | pa.RecordBatch, scores: np.ndarray, rows: pa.Array | None = None) -> list[Hit]:
+    """Passages, or some rows of them, as hits with the given scores."""
+    ids, texts, *columns = (column if rows is None else _TAKE.call([column, rows]) for column in passages.columns)
     metadata: Iterable[Mapping[str, Any]] = repeat(_NO_METADATA)
     if columns:
         as_json = (c.cast(pa.string()) if pa.types.is_date(c.type) else c for c in columns)
         values = zip(*(column.to_pylist() for column in as_json), strict=True)
         names = passages.schema.names[2:]
         metadata = (dict(zip(names, of_row, strict=True)) for of_row in values)
-    return ids.to_numpy(zero_copy_only=False), texts.to_numpy(zero_copy_only=False), metadata
-
-
-def texts_of(passages: pa.Table) -> Iterator[str]:
-    """The texts of passages, in order; few of them are in memory at a time."""
-    for batch in passages.select(["text"]).to_batches(max_chunksize=1024):
-        yield from batch.column(0).to_pylist()
+    ids, texts = (column.to_numpy(zero_copy_only=False) for column in (ids, texts))
+    return list(map(Hit, ids, scores.tolist(), texts, metadata))
 
 
 def write_vectors(
@@ -259,8 +239,10 @@ def build_shard(directory: Path, build: Build) -> ShardFacts:
         raise ValueError(f"{directory.name}: {passages} passages, {len(vectors)} vectors: must have the same length")
     factory = "Flat"
     if passages:
-        factory = factories.choose(passages, vectors.shape[1], build.memory_gib, build.shards, build.factory, precision)
-    index = factories.build(factory, vectors)
+        factory = faiss_index.choose(
+            passages, vectors.shape[1], build.memory_gib, build.shards, build.factory, precision
+        )
+    index = faiss_index.build(factory, vectors)
     searcher = Searcher(index, vectors)
     parameters, recall = calibrate(searcher)
     if recall < build.recall_floor:
@@ -271,11 +253,12 @@ def build_shard(directory: Path, build: Build) -> ShardFacts:
     with durable.replacing(directory / INDEX_FILE) as stream:  # FAISS's own writer ignores a full disk
         faiss.write_index(index, faiss.PyCallbackIOWriter(stream.write))
     names = [INDEX_FILE, PASSAGES_FILE, VECTORS_FILE]
-    if factories.holds_originals(index, precision):
+    if faiss_index.holds_originals(index, precision):
         (directory / VECTORS_FILE).unlink()
         names.remove(VECTORS_FILE)
     if build.lexical:
-        lexicals.write(directory, texts_of(table))
+        few = table.select(["text"]).to_batches(max_chunksize=1024)  # in memory at a time
+        lexicals.write(directory, chain.from_iterable(batch.column(0).to_pylist() for batch in few))
         names += [TERMS_FILE, POSTINGS_FILE]
     return ShardFacts(
         name=directory.name,

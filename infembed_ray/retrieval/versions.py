@@ -13,16 +13,16 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from infembed_ray.config.retrieval import FieldType, IndexSettings, Precision
+from infembed_ray.config.retrieval import FieldType, Precision
 from infembed_ray.errors import InputError
 from infembed_ray.progress import counted, say
 from infembed_ray.retrieval.shard_files import ShardFacts
 from infembed_ray.retrieval.shard_files import verify as verify_shard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
 from infembed_ray.storage.object_store import Folder
-from infembed_ray.storage.places import Place, address, errors_at, read_text
+from infembed_ray.storage.places import Place, address, delete, errors_at, read_text
 from infembed_ray.storage.steps import (
     LATEST,
     MANIFEST,
@@ -34,15 +34,10 @@ from infembed_ray.storage.steps import (
     set_latest,
 )
 
-if TYPE_CHECKING:
-    from infembed_ray.modeling.encoder import InstructionEncoder
-
 FORMAT = 3
 """Format of the files and facts, part of a version's identity."""
 CHANGES = "changes"
 """Directory beside the versions, with the write-ahead log of each lineage."""
-_DELETED = ".deleted"
-"""End of the name of a version that is being deleted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,39 +88,10 @@ class IndexFacts:
         """Size of all files."""
         return sum(shard.bytes for shard in self.shards)
 
-    @classmethod
-    def of_build(
-        cls,
-        encoder: InstructionEncoder,
-        model: str,
-        settings: IndexSettings,
-        shards: Sequence[ShardFacts],
-        lineage: str,
-        passages: int,
-    ) -> IndexFacts:
-        """The facts of an index that was built from a corpus, the first of its lineage."""
-        return cls(
-            encoder=encoder.fingerprint(),
-            model=model,
-            template=encoder.text.template,
-            dimension=encoder.dimension,
-            dimensions=settings.dimensions,
-            passages=passages,
-            metadata=settings.metadata,
-            shards=shards,
-            lineage=lineage,
-        )
-
     def as_json(self) -> dict[str, Any]:
         """The facts for the manifest, with the totals over the shards. An external engine has no shards and measures nothing."""
         totals = {"recall_at_10": self.recall_at_10, "bytes": self.bytes} if self.shards else {}
         return {**asdict(self), **totals}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> IndexFacts:
-        """Inverse of `as_json`."""
-        own = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-        return cls(**{**own, "shards": [ShardFacts.from_json(shard) for shard in values["shards"]]})
 
     @classmethod
     def read(cls, root: Place, name: str = "index") -> IndexFacts:
@@ -142,13 +108,13 @@ class IndexFacts:
         if "index" not in manifest:
             stage = manifest.get("stage", "another program")
             raise InputError.of(name, root, f"the output of `{stage}`", "give one of `infembed index`")
-        if (written := manifest["index"].get("format")) != FORMAT:
-            code = manifest.get("code_version", "another version")
-            raise InputError.of(
-                name, root, f"an index of format {written}, written by {code}", "build it again with `infembed index`"
-            )
+        values = manifest["index"]
+        if (written := values.get("format")) != FORMAT:
+            fault = f"an index of format {written}, written by {manifest.get('code_version', 'another version')}"
+            raise InputError.of(name, root, fault, "build it again with `infembed index`")
         try:
-            return cls.from_json(manifest["index"])
+            own = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+            return cls(**{**own, "shards": [ShardFacts.from_json(shard) for shard in values["shards"]]})
         except (TypeError, KeyError) as error:
             fault = f"{MANIFEST} does not describe an index ({error})"
             raise InputError.of(name, root, fault, "restore it, or build the index again") from error
@@ -156,12 +122,8 @@ class IndexFacts:
     def require_encoder(self, fingerprint: str, place: object) -> None:
         """Raise InputError unless this encoder built the index at a place."""
         if fingerprint != self.encoder:
-            raise InputError.of(
-                "index",
-                place,
-                f"built by another encoder ({self.encoder}, {self.model}) than the one given ({fingerprint})",
-                "build it again with this encoder, or use the one that built it",
-            )
+            fault = f"built by another encoder ({self.encoder}, {self.model}) than the one given ({fingerprint})"
+            raise InputError.of("index", place, fault, "build it again with this encoder, or use the one that built it")
 
 
 @dataclass(frozen=True)
@@ -285,35 +247,24 @@ def prune(version: Place, keep: int | None = None) -> None:
     Raises:
         InputError, OSError: a file cannot be deleted.
     """
-    root, lineage = version.parent, IndexFacts.read(version).lineage
-    if isinstance(root, Path):  # what an interrupted deletion left
-        for left in root.glob(f".*{_DELETED}"):
-            shutil.rmtree(left)
+    root, facts = version.parent, IndexFacts.read(version)
     usable = versions(root)
-    of_lineage = sorted(
-        (each for each in usable if each.facts.lineage == lineage), key=lambda each: (each.facts.folded, each.created)
-    )
+    of_lineage = [each for each in usable if each.facts.lineage == facts.lineage]
     old = [] if keep is None else [v for v in of_lineage[:-keep] if not v.current and v.id != version.name]
     for gone in old:
         with errors_at(root, "index"):
-            _delete(root, gone.id)
+            _delete(root / gone.id)
         say(f"index: deleted version {gone.id} (keep_versions={keep})")
-    kept = [each for each in of_lineage if each not in old]
     if len(usable) == len(_places(root)) + len(old):
-        log = change_log(version, kept[0].facts)
-        if pruned := log.prune(min(each.facts.folded for each in kept)):
+        folded = min(each.facts.folded for each in of_lineage if each not in old)
+        if pruned := change_log(version, facts).prune(folded):
             say(f"index: deleted {counted(pruned, 'segment')} of changes, which all versions have folded in")
 
 
-def _delete(root: Place, version: str) -> None:
-    """Delete a version, so that an interruption leaves none that looks whole."""
-    if isinstance(root, Path):
-        doomed = root / f".{version}{_DELETED}"
-        (root / version).rename(doomed)
-        shutil.rmtree(doomed)
-    else:
-        (root / version).delete(MANIFEST)
-        (root / version).clear()
+def _delete(version: Place) -> None:
+    """Delete a version: its manifest first, so that an interruption leaves none that looks whole."""
+    delete(version / MANIFEST)
+    version.clear() if isinstance(version, Folder) else shutil.rmtree(version)
 
 
 # ------------------------------------------------------------------------------------------------- before a build
@@ -366,17 +317,12 @@ def as_published(version: Place) -> Published:
 
 
 def compacted_from(step: Step) -> list[Place]:
-    """The versions that were compacted from the one of a step, the newest first."""
-    compacted = []
+    """The versions that were compacted from the one of a step, the newest first; copies under other names do not count."""
+    if isinstance(step.place, Path) and not step.place.is_dir():
+        return []
     with errors_at(step.place, "output"):
-        for place in _places(step.place):
-            with contextlib.suppress(InputError):  # the output of another stage, or damaged
-                manifest = read_manifest(place, "index")
-                facts = IndexFacts.of_manifest(manifest, place)
-                if facts.lineage == step.identity != manifest["identity"]:
-                    original = place.name == manifest["identity"]  # not a copy
-                    compacted.append(((facts.folded, str(manifest["created"]), original), place))
-    return [place for _, place in sorted(compacted, key=lambda version: version[0], reverse=True)]
+        own = [version for version in versions(step.place) if version.facts.lineage == step.identity]
+    return [step.place / v.id for v in reversed(own) if step.identity != v.id == v.manifest["identity"]]
 
 
 def latest_of(step: Step) -> tuple[Place, IndexFacts] | None:

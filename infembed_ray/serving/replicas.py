@@ -27,11 +27,11 @@ from ray.serve.handle import DeploymentHandle
 
 from infembed_ray.config.serving import DEFAULT_COLLECTION
 from infembed_ray.errors import InputError, in_one_line
-from infembed_ray.retrieval.answers import Key, ScoreQuery, ShardAnswer, ShardQuery, ShardRanking
+from infembed_ray.retrieval.answers import ScoreQuery, ShardAnswer, ShardQuery
 from infembed_ray.retrieval.filters import FilterError
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.milvus import Milvus, MilvusAddress, StoreFault
-from infembed_ray.retrieval.shards import Content, Shard
+from infembed_ray.retrieval.shards import Shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import Change, LogFault
 from infembed_ray.retrieval.versions import change_log
@@ -195,7 +195,7 @@ class ShardSearch:
                 f"{arguments.version}; start `serve` again"
             )
         facts = described.facts
-        base = Shard.open(described.path, facts.shards[number], gpu=arguments.settings.gpus_per_shard > 0)
+        base = Shard.open(described.path, facts.shards[number])
         changes = change_log(described.path, facts)
         self._shard = LiveShard(base, changes, number, facts.folded)
         self._changes = changes.directory
@@ -217,16 +217,10 @@ class ShardSearch:
             }
         )
 
-    async def search_many(self, queries: Sequence[ShardQuery]) -> list[ShardAnswer | ShardRanking | Exception]:
+    async def search_many(self, queries: Sequence[ShardQuery]) -> list[ShardAnswer | Exception]:
         """As `LiveShard.search_many`."""
         self._metrics.start()
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._shard.search_many, queries)
-
-    async def contents_many(self, items: Sequence[Sequence[Key]]) -> list[list[Content]]:
-        """Return texts and metadata of the hits of several requests, as `LiveShard.contents`."""
-        keys = [key for some in items for key in some]
-        contents = iter(await asyncio.get_running_loop().run_in_executor(self._threads, self._shard.contents, keys))
-        return [[next(contents) for _ in some] for some in items]
 
     async def scores_many(self, queries: Sequence[ScoreQuery]) -> list[np.ndarray]:
         """Return the scores of the passages of several requests, each as `LiveShard.scores`."""
@@ -268,7 +262,7 @@ class StoreSearch:
     """A replica that forwards searches and changes to one version in an external engine. It searches as `ShardSearch` does."""
 
     def __init__(self, arguments: IndexArguments, number: int) -> None:
-        address = MilvusAddress.parse(arguments.index, "index", arguments.settings.store_token_env)
+        address = MilvusAddress.parse(arguments.index, "index")
         self._store = Milvus(address, arguments.settings.request_timeout_s).open(arguments.version)
         self._threads = ThreadPoolExecutor(SEARCHES, "search")
         self._writer = ThreadPoolExecutor(1, "write")  # Milvus Lite takes one writer at a time

@@ -36,6 +36,7 @@ def test_kappa_equals_sklearns(pairs):
     assert pair["equal"] == pytest.approx(np.mean([a == b for a, b in pairs]))
 
 
+@pytest.mark.integration
 def test_the_interval_equals_that_of_resampled_items():
     rng = random.Random(5)
     pairs = [(a, a if rng.random() < 0.7 else rng.choice("0123")) for a in rng.choices("0123", k=120)]

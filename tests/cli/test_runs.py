@@ -174,6 +174,7 @@ def removable(capsys, root, *options):
     return {entry["address"] for entry in as_json(capsys, "runs", "clean", address(root), *options)}
 
 
+@pytest.mark.integration
 def test_clean_removes_what_nothing_names_and_only_with_yes(root, capsys):
     models = versions(root, "train")
     indexes = versions(root, "index")

@@ -59,7 +59,7 @@ def test_an_invalid_setting_is_rejected_with_field_value_and_remedy(settings, ov
 
 @pytest.mark.parametrize("secret", ["sk-proj-1", "gsk_9aZ", "0f3c", "", "a b"])
 @pytest.mark.parametrize(
-    ("settings", "name"), [(SynthesizeSettings, "endpoint.api_key_env"), (ServeSettings, "store_token_env")]
+    ("settings", "name"), [(SynthesizeSettings, "endpoint.api_key_env"), (ServeSettings, "api_keys_env")]
 )
 def test_a_secret_in_place_of_the_name_of_its_variable_is_refused_and_masked(settings, name, secret):
     with pytest.raises(InputError) as caught:

@@ -69,15 +69,15 @@ def by_brute_force(chosen, encoder, judge):
         }
         lowest = min(judge(row, p) for p in row.positives)
         limit = lowest - (1 - chosen.max_share) * abs(lowest)
-        found = []
+        kept = []
         for n in dict.fromkeys(seen):
             if PASSAGES[n] in positives or PASSAGES[n] in row.negatives:
                 continue
             if judge(row, PASSAGES[n]) < limit:
-                found.append(PASSAGES[n])
+                kept.append(PASSAGES[n])
             else:
                 left_out += 1
-        mined.append(row.negatives + tuple(found[: chosen.negatives]))
+        mined.append(row.negatives + tuple(kept[: chosen.negatives]))
     return mined, left_out
 
 
@@ -94,6 +94,7 @@ def _depth(monkeypatch):
     monkeypatch.setattr(miner, "DEPTH", 20)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("changes", [{}, {"max_share": 0.7}, {"max_share": 1.0}])
 def test_the_encoder_of_the_index_mines_what_brute_force_does(encoder, index, changes):
     chosen = settings(index, **changes)
@@ -111,6 +112,7 @@ def test_the_encoder_of_the_index_mines_what_brute_force_does(encoder, index, ch
     ]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["cross-encoder", "encoder"])
 def test_a_teacher_judges_in_its_place_and_its_scores_are_written(encoder, index, minilm, cross_encoder, kind):
     chosen = settings(index, max_share=0.99)
@@ -137,8 +139,8 @@ def test_a_teacher_judges_in_its_place_and_its_scores_are_written(encoder, index
 
 def test_rows_alone_give_what_they_give_together(index):
     alone = Miner(settings(index), index, None, "cpu")
-    known = known_positives(lambda: ROWS)
-    assert [alone.mine([row], known).rows[0] for row in ROWS] == alone.mine(ROWS, known).rows
+    positives = known_positives(lambda: ROWS)
+    assert [alone.mine([row], positives).rows[0] for row in ROWS] == alone.mine(ROWS, positives).rows
 
 
 def test_another_encoder_than_that_of_the_index_is_refused(index, minilm, monkeypatch):

@@ -40,6 +40,7 @@ def test_untrained_adapters_change_no_embedding_and_only_adapters_are_trained(fa
     assert 0 < share < (0.15 if family == "minilm" else 1)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("family", ["minilm", "qwen2"])
 def test_merged_weights_give_the_embeddings_of_the_adapters_and_peft_loads_them(family, backbone_path, tmp_path):
     encoder = adapted(backbone_path(family))

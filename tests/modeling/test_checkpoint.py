@@ -21,6 +21,7 @@ def test_copies_have_one_fingerprint(minilm, tmp_path):
     assert InstructionEncoder.from_pretrained(str(tmp_path / "copy")).fingerprint() == original.fingerprint()
 
 
+@pytest.mark.integration
 def test_weights_tokenizer_and_template_change_the_fingerprint(minilm, tmp_path):
     """Each differs from the same saved checkpoint in one thing only."""
     encoder = InstructionEncoder.from_pretrained(minilm)

@@ -162,6 +162,7 @@ def test_a_bidirectional_decoder_attends_in_both_directions_also_in_sentence_tra
     assert InstructionEncoder.from_pretrained(str(tmp_path), bidirectional=False).causal
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("family", ["minilm", "qwen2"])
 def test_separate_encoders_are_the_two_routes_of_sentence_transformers(family, backbone_path, tmp_path):
     encoder = InstructionEncoder.from_pretrained(backbone_path(family), share_encoder=False, query_prefix="query: ")

@@ -3,7 +3,7 @@
 import pytest
 
 from infembed_ray.planning.index import shard_size
-from infembed_ray.retrieval import factory as factories
+from infembed_ray.retrieval import faiss_index as factories
 
 
 def test_sizes_of_a_seven_b_model_by_hand():

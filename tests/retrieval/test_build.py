@@ -1,25 +1,52 @@
+"""The steps of a build: errors, partitions, sorted passages, and reused vectors against a dictionary of the older version."""
+
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from obstore.exceptions import GenericError
 
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
+from infembed_ray.retrieval import build as module
 from infembed_ray.retrieval import corpus as corpora
 from infembed_ray.retrieval.build import (
+    Base,
+    Chunk,
+    DuplicateId,
     Tasks,
+    Work,
+    chunk_rows,
+    chunks_of,
     output_errors,
     partition_corpus,
-    partition_part,
     prepare_engine,
-    sort_shard,
     sort_shards,
+    work_directory,
 )
-from infembed_ray.retrieval.work import DuplicateId, Work, chunks_of
+from infembed_ray.retrieval.passages import open_passages, schema
+from infembed_ray.retrieval.shard_files import PASSAGES_FILE, VECTORS_FILE
+from infembed_ray.retrieval.shards import Build, shard_of
 from infembed_ray.storage.object_store import SCRATCH, Folder
+from infembed_ray.storage.places import Place, listing, open_binary
+from infembed_ray.storage.steps import Step
+from tests.retrieval.vectors import unit_vectors
 from tests.support.files import write_jsonl
+from tests.support.shards import write_shard
+
+
+def work_in(root: Place, shards: int = 1, **given: object) -> Work:
+    """Work with vectors of two dimensions."""
+    if isinstance(root, Path):
+        root.mkdir()
+    place = {"corpus": "c", "model": "m", "output": "out", "vectors": "float32", "metadata": {"year": "integer"}}
+    return Work(root, 2, IndexSettings.from_mapping({**place, "shards": shards, **given}))
 
 
 @pytest.mark.parametrize(
@@ -54,14 +81,13 @@ def test_an_error_of_a_file_or_store_names_the_setting(
 
 def test_rows_that_another_node_keeps_are_missed(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "0.jsonl", [{"id": "p", "text": "x"}])
-    settings = IndexSettings(corpus="c", model="m", output="out", shards=1)
-    work = Work(tmp_path / "work", 2, "float32")
-    partition_part(settings, work, 0, [tmp_path / "0.jsonl"])  # the other part's rows lie on another node
+    work = work_in(tmp_path / "work")
+    work.partition(0, [tmp_path / "0.jsonl"])  # the other part's rows lie on another node
     with pytest.raises(InputError, match=r"output=out: node .* does not see .*spool"):
-        sort_shard(0, 2, settings, work, 10, None)
-    assert not work.is_sorted(0)
+        work.sort(0, 2, 10, None)
+    assert work.reusable(0) is None
     with pytest.raises(InputError, match=r"corpus=c: node .* does not see"):
-        partition_part(settings, work, 1, [tmp_path / "1.jsonl"])
+        work.partition(1, [tmp_path / "1.jsonl"])
 
 
 def test_a_corpus_in_an_object_store_is_partitioned_in_parts(
@@ -73,13 +99,11 @@ def test_a_corpus_in_an_object_store_is_partitioned_in_parts(
         corpus.upload(write_jsonl(tmp_path / "part.jsonl", rows[number::5]), f"deep/{number}.jsonl")
     corpus.write("README.md", "not data")
     corpus.write(".hidden.jsonl", "not data")
-    settings = IndexSettings(corpus=corpus.uri, model="m", output="o", shards=2, metadata={"year": "integer"})
     monkeypatch.setattr(corpora, "PART_BYTES", 1)
-    (tmp_path / "work").mkdir()
-    work = Work(tmp_path / "work", 2, "float32")
-    sizes = partition_corpus(corpus, settings, work, Tasks())
+    work = work_in(tmp_path / "work", 2)
+    sizes = partition_corpus(corpus, work, Tasks())
     assert work.sizes() == sizes
-    sort_shards(corpus, sizes, settings, work, Tasks(), None)
+    sort_shards(corpus, sizes, work, Tasks(), None)
     passages = [row for chunk in chunks_of(sizes) for row in work.passages(chunk).to_pylist()]
     assert sorted(passages, key=lambda row: row["year"]) == rows
 
@@ -87,14 +111,13 @@ def test_a_corpus_in_an_object_store_is_partitioned_in_parts(
 def test_a_bad_row_of_a_corpus_in_an_object_store_is_named_by_its_uri(bucket: str, tmp_path: Path) -> None:
     corpus = Folder.open(f"{bucket}/bad-rows", "corpus")
     corpus.write("a.jsonl", '{"id": "a", "text": "x"}\n{"id": "b", "text": " "}\n')
-    settings = IndexSettings(corpus=corpus.uri, model="m", output="o", shards=2)
-    work = Work(tmp_path / "work", 2, "float32")
+    work = work_in(tmp_path / "work", 2, metadata={})
     with pytest.raises(InputError, match=rf"^corpus={corpus}/a.jsonl: row 2: column text"):
-        partition_corpus(corpus, settings, work, Tasks())
+        partition_corpus(corpus, work, Tasks())
     corpus.write("a.jsonl", '{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}\n')
-    sizes = partition_corpus(corpus, settings, work, Tasks())
+    sizes = partition_corpus(corpus, work, Tasks())
     with pytest.raises(DuplicateId, match="id a is a duplicate"):
-        sort_shards(corpus, sizes, settings, work, Tasks(), None)
+        sort_shards(corpus, sizes, work, Tasks(), None)
     assert work.sizes() is None
 
 
@@ -104,3 +127,243 @@ def test_an_external_engine_refuses_settings_of_shards(given: dict[str, object])
     with pytest.raises(InputError) as refused:
         prepare_engine(IndexSettings.from_mapping(place | given))
     assert {fault.setting for fault in refused.value.faults} == set(given)
+
+
+@pytest.mark.parametrize("at_once", [1, 100])
+def test_rows_in_any_order_are_sorted_by_id_in_their_shard(
+    tmp_path: Path, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(module, "CHUNK_PASSAGES", 37)
+    rows = [{"id": f"p{i}", "text": f"text {i} " + "x" * (i % 300), "year": i} for i in range(300)]
+    random.Random(0).shuffle(rows)
+    files = [write_jsonl(tmp_path / f"{n}.jsonl", rows[n::3]) for n in range(3)]
+    work, sizes = work_in(tmp_path / "work", 4), np.zeros(4, int)
+    for part, own in enumerate((files[:2], files[2:])):
+        counts, seen = work.partition(part, own)
+        assert seen == {"id", "text", "year"}
+        sizes += counts
+    for shard in range(4):
+        work.sort(shard, 2, 37, None)
+        own_chunks = [chunk for chunk in chunks_of(sizes.tolist()) if chunk.shard == shard]
+        expected = sorted((r for r in rows if shard_of(r["id"], 4) == shard), key=lambda r: r["id"])
+        assert [row for chunk in own_chunks for row in work.passages(chunk).to_pylist()] == expected
+
+
+def test_a_duplicate_id_is_refused_also_between_parts(tmp_path: Path) -> None:
+    work = work_in(tmp_path / "work", metadata={})
+    for part in range(2):
+        file = write_jsonl(tmp_path / f"{part}.jsonl", [{"id": f"p{n}", "text": "x"} for n in range(part, 10)])
+        work.partition(part, [file])
+    with pytest.raises(DuplicateId, match="id p1 is a duplicate"):
+        work.sort(0, 2, 3, None)
+
+
+def fill(work: Work, corpus: Path, rows: int, base: Base | None = None) -> list[int]:
+    """Partition and sort a corpus of two files, each read as a part; returns the passages of each shard."""
+    corpus.mkdir(exist_ok=True)
+    made = [{"id": f"p{i}", "text": f"text {i} " * (i % 5 + 1), "year": None if i % 3 else i} for i in range(rows)]
+    sizes = np.zeros(work.settings.shards, int)
+    for part in range(2):
+        sizes += work.partition(part, [write_jsonl(corpus / f"{part}.jsonl", made[part::2])])[0]
+    work.set_sizes(sizes.tolist())
+    for shard in range(len(sizes)):
+        work.sort(shard, 2, module.CHUNK_PASSAGES, base)
+    work.drop_spool()
+    return sizes.tolist()
+
+
+def encode(work: Work, chunk: Chunk) -> int:
+    """Encode a passage as its number; returns how many were new."""
+    ids = work.passages(chunk).column("id").to_pylist()
+    assert len(ids) == chunk.count
+    vectors = work.reused(chunk)
+    new = np.isnan(vectors[:, 0])
+    vectors[new] = np.array([[int(id[1:]), 1] for id in ids], np.float32)[new]
+    work.write_encoded(chunk, vectors)
+    return int(new.sum())
+
+
+def test_chunks_cover_the_shards_and_grow_with_the_corpus() -> None:
+    chunks = chunks_of([1300, 0, 2])
+    assert chunks == [Chunk(0, 0, 0, 512), Chunk(0, 1, 512, 512), Chunk(0, 2, 1024, 276), Chunk(2, 0, 0, 2)]
+    assert len({chunk.name for chunk in chunks}) == 4
+    assert [chunk_rows([total]) for total in (0, 10**6, 16_384 * 10_000)] == [512, 512, 8192]
+
+
+def test_a_directory_and_a_store_keep_passages_and_vectors_for_the_shards(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    monkeypatch.setattr(module, "CHUNK_PASSAGES", 4)
+    written = []
+    for root in (tmp_path / "work", Folder.open(f"{bucket}/{tmp_path.name}/.work.encoded", "output")):
+        work = work_in(root, 2)
+        assert (work.sizes(), work.reusable(0)) == (None, None)
+        sizes = fill(work, tmp_path / "corpus", 25)
+        assert work.sizes() == sizes
+        assert [work.reusable(shard) for shard in range(2)] == [0, 0]
+        every = chunks_of(sizes)
+        for chunk in every[1:]:
+            encode(work, chunk)
+        assert work.encoded() == {chunk.name for chunk in every[1:]}
+        encode(work, every[0])
+        numbers = {}
+        for shard in range(2):
+            directory = tmp_path / f"{type(root).__name__}-{shard}"
+            directory.mkdir()
+            work.gather(shard, [chunk for chunk in every if chunk.shard == shard], directory)
+            written.append([(directory / name).read_bytes() for name in (PASSAGES_FILE, VECTORS_FILE)])
+            ids = open_passages(directory / PASSAGES_FILE).column("id").to_pylist()
+            assert ids == sorted(ids)
+            numbers |= dict(zip(ids, np.load(directory / VECTORS_FILE)[:, 0].tolist(), strict=True))
+        assert numbers == {f"p{i}": i for i in range(25)}
+        work.delete()
+        assert work.sizes() is None
+    assert written[:2] == written[2:]
+    assert not list((tmp_path / "scratch").glob("*"))
+
+
+def test_a_deletion_that_is_interrupted_lets_the_next_build_begin_again(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    work = work_in(Folder.open(f"{bucket}/interrupted-deletion", "output"), 2)
+    sizes = fill(work, tmp_path / "corpus", 25)
+    deleted, delete = [], Folder.delete
+
+    def interrupted(self: Folder, name: str) -> None:
+        if deleted:
+            raise KeyboardInterrupt
+        deleted.append(name)
+        delete(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "delete", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            work.delete()
+    assert work.sizes() is None
+    assert fill(work, tmp_path / "corpus", 25) == sizes
+    work.delete()
+    work.delete()  # as after a corpus without passages
+    assert listing(work.root) == {}
+
+
+def test_an_actor_reads_only_the_bytes_of_its_chunk_from_a_store(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_PASSAGES", 100)
+    work = work_in(Folder.open(f"{bucket}/chunk", "output"), metadata={})
+    rows = [{"id": f"{i:05d}", "text": "x" * 1000} for i in range(2000)]
+    work.partition(0, [write_jsonl(tmp_path / "rows.jsonl", rows)])
+    work.sort(0, 1, 100, None)
+    read: list[int] = []
+
+    class Counted:
+        def __init__(self, file: pa.NativeFile) -> None:
+            self._file = file
+            self.closed = False
+            self.seek, self.tell, self.close = file.seek, file.tell, file.close
+
+        def read(self, count: int) -> bytes:
+            content: bytes = self._file.read(count)
+            read.append(len(content))
+            return content
+
+    monkeypatch.setattr(module, "open_binary", lambda place: pa.PythonFile(Counted(open_binary(place)), "r"))
+    passages = work.passages(Chunk(0, 7, 700, 100))
+    assert passages.column("id").to_pylist() == [f"{i:05d}" for i in range(700, 800)]
+    assert 100_000 < sum(read) < 200_000
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_builds_of_the_same_vectors_share_it_one_at_a_time(
+    tmp_path: Path, bucket: str, store: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    monkeypatch.setattr("infembed_ray.storage.leases.SECONDS", 2.0)
+    output = f"{bucket}/shared-work" if store else str(tmp_path / "index")
+
+    def opened(**changes: object) -> tuple[Step, IndexSettings]:
+        values = {"corpus": "c", "model": "m", "output": output, **changes}
+        settings = IndexSettings.from_mapping(values)
+        return Step("index", settings, settings.output, {}, {"corpus": "c"}), settings
+
+    with work_directory(*opened(), 2) as work:
+        with pytest.raises(InputError, match=r"has been writing this output since .*; wait for it"):
+            work_directory(*opened(factory="HNSW32"), 2).__enter__()
+        with work_directory(*opened(shards=5), 2) as other:
+            assert other.root != work.root
+    with work_directory(*opened(factory="HNSW32"), 2) as again:
+        assert again.root == work.root
+
+
+PASSAGES = st.dictionaries(st.text("ab\u00e9", max_size=3), st.sampled_from(["x", "y", "z" * 50]), max_size=30)
+
+
+def write(
+    root: Path, texts: dict[str, str], shards: int, factory: str | None = None
+) -> tuple[Base, dict[str, np.ndarray]]:
+    """A version with these passages; returns it and the vector of each id."""
+    ids = list(texts)
+    vectors = dict(zip(ids, unit_vectors(len(ids), 8).astype(np.float16), strict=True))
+    facts = []
+    for number in range(shards):
+        own = [id for id in ids if shard_of(id, shards) == number]
+        block = np.array([vectors[id] for id in own], np.float16).reshape(-1, 8)
+        directory = root / f"shard-{number:05d}"
+        facts.append(write_shard(directory, own, [texts[id] for id in own], block, build=Build(factory)))
+    return Base(root, tuple(facts)), vectors
+
+
+def table(texts: dict[str, str]) -> pa.Table:
+    """Passages by id ascending."""
+    ids = sorted(texts, key=str.encode)
+    return pa.table({"id": ids, "text": [texts[id] for id in ids]}, schema({}))
+
+
+@settings(max_examples=40, deadline=None)
+@given(old=PASSAGES, new=PASSAGES.filter(bool), shards=st.integers(1, 4))
+def test_passages_with_their_id_and_text_have_their_vector(
+    tmp_path_factory: pytest.TempPathFactory, old: dict[str, str], new: dict[str, str], shards: int
+) -> None:
+    base, vectors = write(tmp_path_factory.mktemp("base"), old, shards)
+    expected = [
+        vectors[id].astype(np.float32) if old.get(id) == new[id] else np.full(8, np.nan)
+        for id in sorted(new, key=str.encode)
+    ]
+    np.testing.assert_array_equal(base.vectors(table(new), 8), expected)
+
+
+def test_vectors_of_a_lossy_type_are_the_originals(tmp_path: Path) -> None:
+    texts = {f"p{n}": "x" for n in range(300)}
+    base, vectors = write(tmp_path, texts, 2, "IVF2,SQ8")
+    np.testing.assert_array_equal(base.vectors(table(texts), 8), [vectors[id] for id in sorted(texts)])
+
+
+def test_nothing_of_a_damaged_shard_is_reused(tmp_path: Path) -> None:
+    texts = {f"p{n}": "x" for n in range(20)}
+    base, _ = write(tmp_path, texts, 2)
+    file = tmp_path / "shard-00001" / "index.faiss"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    new = np.isnan(base.vectors(table(texts), 8)).all(axis=1)
+    assert new.tolist() == [shard_of(id, 2) == 1 for id in sorted(texts)]
+
+
+def test_only_new_passages_of_a_chunk_are_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_PASSAGES", 4)
+
+    class Even(Base):
+        def vectors(self, passages: pa.Table, dimension: int) -> np.ndarray:
+            numbers = np.array([int(id[1:]) for id in passages.column("id").to_pylist()], np.float32)
+            return np.where(numbers % 2, np.nan, -numbers)[:, None].repeat(dimension, 1)
+
+    work = work_in(tmp_path / "work")
+    every = chunks_of(fill(work, tmp_path / "corpus", 25, Even(tmp_path, ())))
+    assert work.reusable(0) == 13
+    assert sum(encode(work, chunk) for chunk in every) == 12
+    first = np.concatenate([work.vectors(chunk)[:, 0] for chunk in every]).tolist()
+    numbers = [int(id[1:]) for chunk in every for id in work.passages(chunk).column("id").to_pylist()]
+    assert first == [number if number % 2 else -number for number in numbers]

@@ -99,13 +99,14 @@ def test_values_and_columns_may_be_missing(tmp_path: Path) -> None:
             read(write_jsonl(tmp_path / "corpus.jsonl", made))
 
 
-def test_small_files_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_corpus_is_one_part_and_a_large_one_at_most_so_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = [write_jsonl(tmp_path / f"{n}.jsonl", [{"id": f"p{n}", "text": "x" * 80}]) for n in range(100)]
     assert parts_of(tmp_path) == [sorted(files)]
     monkeypatch.setattr(module, "PART_BYTES", 200)
-    monkeypatch.setattr(module, "PARTS", 1000)
-    parts = parts_of(tmp_path)
-    assert [file for part in parts for file in part] == sorted(files)
-    assert {len(part) for part in parts[:-1]} == {2}
-    monkeypatch.setattr(module, "PARTS", 8)
-    assert len(parts_of(tmp_path)) <= 8
+    for most, parts in ((8, 8), (1000, 100)):
+        monkeypatch.setattr(module, "PARTS", most)
+        divided = parts_of(tmp_path)
+        assert len(divided) == parts
+        assert sorted(file for part in divided for file in part) == sorted(files)

@@ -66,6 +66,7 @@ def lets_through(written: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
     return True
 
 
+@pytest.mark.integration
 @given(st.lists(st.fixed_dictionaries({f: st.none() | values for f, values in FEW.items()}), max_size=12), conditions())
 def test_a_filter_lets_through_what_plain_python_does(rows: list[dict[str, Any]], written: dict[str, Any]) -> None:
     expected = [lets_through(written, row) for row in rows]

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infembed_ray.retrieval.instruction_parts import split
+from infembed_ray.retrieval.instruction_parts import away, split
+from tests.retrieval.vectors import unit_vectors
 
 
 @pytest.mark.parametrize(
@@ -161,3 +163,14 @@ def test_spans_are_ordered_parts_of_the_instruction(instruction: str) -> None:
 def test_an_instruction_that_no_encoder_reads_to_its_end_stays_whole() -> None:
     assert split("no cats, " * 400).unwanted
     assert split("no cats, " * 500) == (("no cats, " * 500).strip(), "", ())
+
+
+def test_scores_are_lowered_by_the_unwanted_part_up_to_a_factor_per_query() -> None:
+    wanted, unwanted, passages = unit_vectors(3, 8, 1), unit_vectors(3, 8, 2), unit_vectors(20, 8, 3)
+    moved = away(wanted, unwanted, 0.6)
+    np.testing.assert_allclose(np.linalg.norm(moved, axis=1), 1, atol=1e-6)
+    expected = wanted @ passages.T - 0.6 * unwanted @ passages.T
+    ratio = (moved @ passages.T) / expected
+    np.testing.assert_allclose(ratio, np.broadcast_to(ratio[:, :1], ratio.shape), rtol=1e-3)
+    assert (ratio > 0).all()
+    np.testing.assert_allclose(away(wanted, wanted, 1.0), wanted)  # a query that excludes itself stays

@@ -36,8 +36,8 @@ def test_scores_are_those_of_the_evaluation_by_bm25s(index: Lexical, query: str)
     assert isinstance(ranker, Ranker)
     corpus = pa.table({"id": [str(n) for n in range(len(TEXTS))], "text": TEXTS}, schema=CORPUS)
     expected = ranker.rank(Task("t", corpus, (Query("q", query),), {}, ()), 10)["q"]
-    found = index.scores(terms_of(query))
-    assert {str(n): score for n, score in enumerate(found.tolist()) if score} == pytest.approx(expected)
+    scores = index.scores(terms_of(query))
+    assert {str(n): score for n, score in enumerate(scores.tolist()) if score} == pytest.approx(expected)
 
 
 def test_passages_of_the_delta_are_scored_by_lucenes_formula_with_the_statistics_of_the_shard(index: Lexical) -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,11 @@ from infembed_ray.retrieval import shard_files
 from infembed_ray.retrieval.shard_files import (
     FileChecksums,
     ShardFacts,
-    clear_finished,
-    drop_other_attempts,
-    finished_shard,
+    clear_attempts,
     local_directory,
-    mark_finished,
-    shard_directory,
     verify,
     verify_local,
+    write_once,
 )
 from infembed_ray.retrieval.shards import Build, Shard
 from infembed_ray.storage.object_store import SCRATCH, Folder
@@ -37,6 +33,13 @@ def facts(tmp_path: Path) -> ShardFacts:
     ids, texts = [f"p{i}" for i in range(50)], [f"text {i}" for i in range(50)]
     directory = tmp_path / "index" / "shard-00000"
     return write_shard(directory, ids, texts, unit_vectors(50, 8), build=Build("IVF4,Flat"))
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory for copies."""
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    return tmp_path / "scratch"
 
 
 @pytest.fixture
@@ -82,15 +85,15 @@ def test_a_shard_in_a_store_is_copied_once_for_all_indexes_with_the_same_files(
     facts: ShardFacts, root: Path, bucket: str, tmp_path: Path
 ) -> None:
     folder = upload(root, facts, bucket, "once")
-    first = local_directory(folder, facts, tmp_path / "cache")
+    first = local_directory(folder, facts)
     assert {name: (first / name).read_bytes() for name in FILES} == {
         name: (root / facts.name / name).read_bytes() for name in FILES
     }
     for name in FILES:
         folder.delete(f"{facts.name}/{name}")
-    assert local_directory(folder / "moved", facts, tmp_path / "cache") == first
+    assert local_directory(folder / "moved", facts) == first
     assert sorted(os.listdir(first)) == sorted([*FILES, "lock"])
-    assert len(Shard.open(folder, facts, cache=tmp_path / "cache")) == 50
+    assert len(Shard.open(folder, facts)) == 50
 
 
 @pytest.mark.parametrize("damage", ["one bit", "truncated", "missing"])
@@ -107,44 +110,52 @@ def test_a_damaged_object_is_refused_and_copied_once_it_is_restored(
     else:
         folder.upload(tmp_path / "damaged", name)
     message = "missing" if damage == "missing" else "corrupted"
-    for refused in (lambda: local_directory(folder, facts, tmp_path / "cache"), lambda: verify(folder, facts)):
+    for refused in (lambda: local_directory(folder, facts), lambda: verify(folder, facts)):
         with pytest.raises(InputError, match=f"^index={folder}: {re.escape(name)} is {message}"):
             refused()
     folder.upload(root / name, name)
-    assert (local_directory(folder, facts, tmp_path / "cache") / FILES[1]).read_bytes() == (root / name).read_bytes()
+    assert (local_directory(folder, facts) / FILES[1]).read_bytes() == (root / name).read_bytes()
     verify(folder, facts)
 
 
-def test_a_damaged_copy_of_this_machine_is_found_although_the_store_is_whole(
-    facts: ShardFacts, root: Path, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+def test_a_damaged_copy_of_this_machine_is_made_again(facts: ShardFacts, root: Path, bucket: str) -> None:
     folder = upload(root, facts, bucket, "copy")
     verify_local(folder, facts)
-    copy = local_directory(folder, facts)
-    (copy / FILES[0]).write_bytes((copy / FILES[0]).read_bytes()[:-1] + b"x")
-    with pytest.raises(InputError, match=rf"^index={folder}: .*{FILES[0]} is corrupted.*; delete {copy} and run again"):
-        verify_local(folder, facts)
-    shutil.rmtree(copy)
+    file = local_directory(folder, facts) / FILES[0]
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + b"x")
     verify_local(folder, facts)
+    assert file.read_bytes() == whole
 
 
-def test_a_late_attempt_at_a_shard_overwrites_no_other_one(bucket: str, tmp_path: Path) -> None:
-    folder = Folder.open(f"{bucket}/shard_files/late", "index")
-    written = []
-    for seed in range(2):
-        with shard_directory(folder, "shard-00000") as directory:
-            made = write_shard(directory, ["a", "b"], ["x", "y"], unit_vectors(2, 8, seed=seed))
-            written.append(mark_finished(folder, "shard-00000", directory, made))
-    published, late = written
-    for facts in written:
+def test_a_late_attempt_at_a_shard_overwrites_no_other_one(bucket: str) -> None:
+    folder, written = Folder.open(f"{bucket}/shard_files/late", "index"), []
+
+    def write(directory: Path) -> ShardFacts:
+        if not written:
+            written.append(write_once(folder, "shard-00000", lambda other: made(other, 0)))
+        return made(directory, 1)
+
+    def made(directory: Path, seed: int) -> ShardFacts:
+        return write_shard(directory, ["a", "b"], ["x", "y"], unit_vectors(2, 8, seed=seed))
+
+    late = write_once(folder, "shard-00000", write)
+    (published,) = written
+    for facts in (published, late):
         verify(folder, facts)
-    assert finished_shard(folder, "shard-00000") == late
-    clear_finished(folder)
+    assert write_once(folder, "shard-00000", write) == late  # it is recorded
     folder.write("manifest.json", "{}")
-    drop_other_attempts(folder, [published])
+    clear_attempts(folder, [published])
     verify(folder, published)
     assert set(folder.entries()) == {"manifest.json", *(f"{published.name}/{name}" for name in published.checksums)}
+
+
+def test_a_shard_that_was_written_before_is_written_again_if_it_is_damaged(facts: ShardFacts, root: Path) -> None:
+    assert write_once(root, facts.name, lambda _: facts) == facts
+    assert write_once(root, facts.name, lambda _: 1 / 0) == facts  # type: ignore[arg-type, return-value]
+    (root / facts.name / FILES[1]).write_bytes(b"")
+    with pytest.raises(ZeroDivisionError):
+        write_once(root, facts.name, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
 
 
 def test_a_full_disk_and_a_store_that_fails_are_told_apart(
@@ -152,10 +163,12 @@ def test_a_full_disk_and_a_store_that_fails_are_told_apart(
 ) -> None:
     folder = upload(root, facts, bucket, "faults")
     (tmp_path / "file").touch()
-    with pytest.raises(
-        InputError, match=rf"^INFEMBED_SCRATCH={tmp_path / 'file'}: .* which has {facts.bytes} bytes; free"
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(InputError, match=f"^{SCRATCH}=.* which has {facts.bytes} bytes; free"),
     ):
-        local_directory(folder, facts, tmp_path / "file")
+        patch.setattr(shard_files, "scratch", lambda: tmp_path / "file")
+        local_directory(folder, facts)
 
     class Broken:
         def __enter__(self) -> Any:
@@ -169,7 +182,7 @@ def test_a_full_disk_and_a_store_that_fails_are_told_apart(
 
     monkeypatch.setattr(shard_files, "open_binary", lambda *_: Broken())
     with pytest.raises(InputError, match=rf"^index={folder}: the object store failed \(curlCode: 28"):
-        local_directory(folder, facts, tmp_path / "cache")
+        local_directory(folder, facts)
 
 
 @pytest.fixture

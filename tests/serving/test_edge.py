@@ -121,6 +121,7 @@ def test_the_memory_of_all_bodies_is_bounded_and_small_bodies_always_pass(
     asyncio.run(scenario())
 
 
+@pytest.mark.integration
 def test_a_content_length_above_the_limit_is_rejected_before_reading(edge: Any, replica: Replica) -> None:
     async def scenario() -> None:
         assert await ask(edge, ends=False, **{"content-length": str(2**20 + 1)}) == 413

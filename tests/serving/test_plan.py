@@ -7,7 +7,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import faiss
 import pytest
 import yaml
 from ray._common.utils import import_attr
@@ -149,12 +148,6 @@ def test_an_index_in_an_object_store_is_described_by_its_manifest_alone(
     assert plan.release.default.index.index == version.uri
     assert plan.release.default.changes == (store / "changes" / Path(index).name).uri
     assert [path.name for path in tmp_path.iterdir()] == ["fingerprints"]
-
-
-def test_shards_on_gpus_need_faiss_gpu(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
-    with pytest.raises(InputError, match="gpus_per_shard: this FAISS runs on CPUs only; pip uninstall -y faiss-cpu"):
-        Plan.resolve(ServeSettings.from_mapping({"index": index, "gpus_per_shard": 1}))
 
 
 # ------------------------------------------------------------------------------------------------------ collections

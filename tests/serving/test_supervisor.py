@@ -153,6 +153,7 @@ def api(places: dict[str, tuple[Path, Path]]) -> Api:
     return Api(Plan.resolve(settings).release, {f"compaction-{name}": place for name, (_, place) in places.items()})
 
 
+@pytest.mark.integration
 def test_the_collection_with_the_most_changes_is_compacted_and_the_others_stay_as_they_are(
     api: Api, places: dict[str, tuple[Path, Path]]
 ) -> None:

@@ -37,6 +37,7 @@ def output(request, tmp_path):
     return f"{request.getfixturevalue('bucket')}/releases"
 
 
+@pytest.mark.integration
 def test_settings_take_the_outputs_of_the_promoted_release(output, capsys):
     alias = f"{output}/production.release"
     first = publish_release(output, "one")

@@ -12,7 +12,7 @@ import pyarrow as pa
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.retrieval.passages import schema, write_passages
 from infembed_ray.retrieval.shard_files import PASSAGES_FILE, VECTORS_FILE, ShardFacts
-from infembed_ray.retrieval.shards import Build, Hit, Shard, build_shard, write_vectors
+from infembed_ray.retrieval.shards import Build, build_shard, write_vectors
 
 _ROWS_AT_ONCE = 1 << 14
 
@@ -47,9 +47,3 @@ def write_shard(
     of_rows = [vectors[order]] if order else []
     write_vectors(directory / VECTORS_FILE, of_rows, len(vectors), vectors.shape[1], str(vectors.dtype))
     return build_shard(directory, build or Build())
-
-
-def search_shard(shard: Shard, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> list[list[Hit]]:
-    """Return the hits of each query."""
-    scores, rows = shard.search_rows(vectors, k, keep)
-    return shard.hits(rows, scores)

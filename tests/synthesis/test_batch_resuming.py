@@ -91,10 +91,9 @@ def test_a_run_killed_while_collecting_appends_only_what_is_missing(tmp_path: Pa
 def test_a_run_killed_at_any_stage_under_a_quota_pays_for_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kill it at its first upload, refusal, submission, answer and collection, then let it end."""
+    """Kill it at its first refusal, submission, answer and collection, then let it end."""
     monkeypatch.setattr(batch_api, "ATTEMPTS", 20)
     reached = {
-        "prepared": lambda server: "prepared" in stages(tmp_path),
         "refused": lambda server: len(server.log("over_enqueued_tokens")) > 0,
         "submitted": lambda server: "submitted" in stages(tmp_path),
         "answered": lambda server: len(server.log("answered")) > 0,

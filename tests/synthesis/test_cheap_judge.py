@@ -109,6 +109,7 @@ def test_a_doubtful_record_is_no_audit() -> None:
     assert outcome(model, settings(audit=1.0)).row["provenance"]["audit"] is None
 
 
+@pytest.mark.integration
 def test_the_seed_draws_the_audits_in_their_share() -> None:
     def audited(seed: int) -> set[int]:
         rows = (outcome(Model(), settings(0.3, seed=seed), replace(SEED, id=str(row))) for row in range(200))

@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infembed_ray.retrieval import filters
-from infembed_ray.retrieval.answers import Behind, Key, ScoreQuery, ShardAnswer, ShardQuery, ShardRanking, best
+from infembed_ray.retrieval.answers import Behind, ScoreQuery, ShardAnswer, ShardQuery, nearest
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.filters import Filter
 from infembed_ray.retrieval.lexical import DeltaTerms, terms_of
 from infembed_ray.retrieval.passages import TEXT, take
-from infembed_ray.retrieval.shards import Content, Hit, Shard, contents_of
+from infembed_ray.retrieval.shards import Hit, Shard, hits_of
 from infembed_ray.retrieval.updates.write_ahead_log import OP, VECTOR, ChangeLog, LogFault
 
 _DEAD_ROWS = 1024
@@ -38,8 +38,6 @@ _REFRESHES_PER_LOOK = 10
 """Refreshes per look for the head of the log: one second of a replica that refreshes every 100 ms."""
 _MAX_CHUNKS = 64
 """Chunks of the delta's passages, before they are joined."""
-_PUT_AT = "_put_at"
-"""Column with the sequence of a change."""
 _ROUNDING = 1e-5
 """More than float32 inner products of unit vectors differ by with the order of summation."""
 
@@ -54,7 +52,6 @@ class LiveState:
         passages: m rows of the delta, with the columns of the base.
         store: (at least m, d) float32 vectors of the delta; rows beyond m belong to later snapshots.
         live: (m,) bool, False for rows that were deleted or replaced.
-        put_at: (m,) int64 sequence of the change that put each row.
         rows: id of each document that differs from the base -> its live row in the delta, or `DELETED`.
         terms: of the delta's texts; rows beyond m belong to later snapshots; None without a lexical index.
     """
@@ -64,7 +61,6 @@ class LiveState:
     passages: pa.Table
     store: np.ndarray
     live: np.ndarray
-    put_at: np.ndarray
     rows: Mapping[str, int]
     terms: DeltaTerms | None
 
@@ -77,14 +73,6 @@ class LiveState:
 def delta_place(row: Any) -> Any:
     """The place of a row of the delta, or of an array of rows: negative, unlike a row of the base. Its own inverse."""
     return -1 - row
-
-
-def keyed(snapshot: LiveState, places: np.ndarray) -> np.ndarray:
-    """The places of hits as in `Key`: those in the delta become the change that put them."""
-    if (in_delta := places < 0).any():
-        places = places.copy()
-        places[in_delta] = -snapshot.put_at[delta_place(places[in_delta])]
-    return places
 
 
 def extended(store: np.ndarray, used: int, vectors: np.ndarray) -> np.ndarray:
@@ -114,7 +102,6 @@ def without_dead_rows(snapshot: LiveState) -> LiveState:
         terms=terms,
         store=snapshot.vectors[live],
         live=np.ones(count, bool),
-        put_at=snapshot.put_at[live],
         rows={id: row if row == DELETED else int(place[row]) for id, row in snapshot.rows.items()},
     )
 
@@ -139,10 +126,9 @@ class LiveShard:
         self._refreshing = threading.Lock()
         self._refreshes = self._head = 0
         self._base_mask = lru_cache(_CACHED_MASKS)(lambda filter: filter.mask(shard.passages))
-        no_vectors, none = np.empty((0, log.dimension), np.float32), np.empty(0, np.int64)
-        no_passages = shard.passages.schema.empty_table()
+        no_vectors, no_passages = np.empty((0, log.dimension), np.float32), shard.passages.schema.empty_table()
         terms = None if shard.lexical is None else DeltaTerms()
-        self._snapshot = LiveState(folded, None, no_passages, no_vectors, none.astype(bool), none, {}, terms)
+        self._snapshot = LiveState(folded, None, no_passages, no_vectors, np.empty(0, bool), {}, terms)
         self.refresh()
 
     def __len__(self) -> int:
@@ -188,7 +174,7 @@ class LiveShard:
                 for number, table in self._log.read(sequence, self._number):
                     sequence, size = number, size + table.nbytes
                     if len(table):
-                        changes.append(table.append_column(_PUT_AT, pa.array(np.full(len(table), number))))
+                        changes.append(table)
                     if size >= _PIECE_BYTES:
                         self._apply(sequence, changes)
                         changes, size = [], 0
@@ -198,7 +184,7 @@ class LiveShard:
                 self._apply(sequence, changes)
             return True
 
-    def search_many(self, queries: Sequence[ShardQuery]) -> list[ShardAnswer | ShardRanking | Exception]:
+    def search_many(self, queries: Sequence[ShardQuery]) -> list[ShardAnswer | Exception]:
         """Answer requests from one snapshot; those with equal `k` and filter share one FAISS call.
 
         Returns:
@@ -208,13 +194,13 @@ class LiveShard:
             with contextlib.suppress(LogFault):  # the next refresh reports it
                 self.refresh()
         snapshot = self._snapshot
-        answers: list[ShardAnswer | ShardRanking | Exception] = [Behind(snapshot.sequence)] * len(queries)
+        answers: list[ShardAnswer | Exception] = [Behind(snapshot.sequence)] * len(queries)
         alike: dict[tuple[Any, ...], list[int]] = {}
         for position, query in enumerate(queries):
             try:
                 self._require(query)
                 if query.min_sequence <= snapshot.sequence:
-                    kind = query.k, query.ranking, query.depth, query.texts is None
+                    kind = query.k, query.depth, query.texts is None
                     filter = filters.parse(query.filter, self._log.metadata)
                     alike.setdefault((filter, *kind), []).append(position)
             except ValueError as error:
@@ -231,36 +217,18 @@ class LiveShard:
     def get(self, id: str) -> Hit | None:
         """The passage of an id, with score 0; None if there is none."""
         snapshot = self._snapshot
-        row = snapshot.rows.get(id)
-        place = self.base.row_of(id) if row is None else delta_place(row)
-        if place is None or row == DELETED:
+        if (place := self._place(snapshot, id)) is None:
             return None
-        (content,) = self._contents(snapshot, np.array([place]))
-        return Hit(id, 0.0, *content)
-
-    def contents(self, keys: Sequence[Key]) -> list[Content]:
-        """Texts and metadata of hits of this version, as they were when they were scored, whichever replica scored them.
-
-        Raises:
-            LogFault: a document has changed since, and the change that put it cannot be read.
-        """
-        snapshot = self._snapshot
-        places = [self._place_of(snapshot, key) for key in keys]
-        here = iter(self._contents(snapshot, np.array([p for p in places if p is not None], np.int64)))
-        return [next(here) if p is not None else self._from_log(key) for p, key in zip(places, keys, strict=True)]
+        (hit,) = hits_of(self._passages(snapshot, np.array([place])), np.zeros(1))
+        return hit
 
     def scores(self, query: ScoreQuery) -> np.ndarray:
         """Score passages: (n, m) float32 inner products with the stored vectors; NaN for ids without a passage."""
         snapshot = self._snapshot
         stored = np.full((len(query.ids), self._log.dimension), np.nan, np.float32)
-        in_base: dict[int, int] = {}
-        for number, id in enumerate(query.ids):
-            row = snapshot.rows.get(id)
-            if row is not None and row != DELETED:
-                stored[number] = snapshot.vectors[row]
-            elif row is None and (of_base := self.base.row_of(id)) is not None:
-                in_base[number] = of_base
-        stored[list(in_base)] = self.base.vectors(np.array(list(in_base.values()), np.int64))
+        places = [self._place(snapshot, id) for id in query.ids]
+        here = [number for number, place in enumerate(places) if place is not None]
+        stored[here] = self._vectors(snapshot, np.array([places[number] for number in here], np.int64))
         return query.vectors @ stored.T
 
     def content(self, rows_at_once: int = 1 << 14) -> Iterator[tuple[pa.Table, np.ndarray]]:
@@ -274,14 +242,10 @@ class LiveShard:
         of_delta = np.flatnonzero(snapshot.live)
         ids = [base.passages.column("id").take(of_base), snapshot.passages.column("id").take(of_delta)]
         order = pc.sort_indices(pa.chunked_array([chunk for part in ids for chunk in part.chunks], TEXT)).to_numpy()
-        for start in range(0, len(order), rows_at_once):
-            some = order[start : start + rows_at_once]
-            in_base = some < len(of_base)
-            base_rows, delta_rows = of_base[some[in_base]], of_delta[some[~in_base] - len(of_base)]
-            passages = pa.concat_tables([base.passages.take(base_rows), take(snapshot.passages, delta_rows)])
-            vectors = np.concatenate([base.vectors(base_rows), snapshot.vectors[delta_rows]])
-            by_id = pc.sort_indices(passages.column("id")).to_numpy()
-            yield passages.take(by_id), vectors[by_id]
+        places = np.concatenate([of_base, delta_place(of_delta)])[order]
+        for start in range(0, len(places), rows_at_once):
+            some = places[start : start + rows_at_once]
+            yield self._passages(snapshot, some), self._vectors(snapshot, some)
 
     def _require(self, query: ShardQuery) -> None:
         if query.k < 1:
@@ -294,59 +258,35 @@ class LiveShard:
         if query.texts is not None and self.base.lexical is None:
             raise ValueError("this shard has no lexical index; build it with lexical=true")
 
-    def _search(self, snapshot: LiveState, query: ShardQuery, filter: Filter | None) -> ShardAnswer | ShardRanking:
+    def _search(self, snapshot: LiveState, query: ShardQuery, filter: Filter | None) -> ShardAnswer:
         """The best passages of each query in base and delta; exact over the delta."""
         vectors = np.ascontiguousarray(query.vectors, dtype=np.float32)
-        k, ranking = (query.k, query.ranking) if query.texts is None else (query.depth, True)
+        k = query.k if query.texts is None else query.depth
         keep, live = snapshot.keep, snapshot.live
         if filter is not None:
             mask = self._base_mask(filter)
             keep = mask if keep is None else mask & keep
             live = live & filter.mask(snapshot.passages)
         scores, rows = self.base.search_rows(vectors, min(k, max(len(self.base), 1)), keep)
-        if len(vectors) and live.any():
-            counts, scores, places, ids = self._with_delta(snapshot, vectors, k, live, scores, rows)
-        elif not ranking:
+        if not len(vectors) or (query.texts is None and not live.any()):
             return ShardAnswer(self.base.hits(rows, scores), snapshot.sequence)
-        else:
-            found = rows >= 0
-            counts, scores, places = found.sum(axis=1), scores[found], rows[found]
-            ids = self.base.ids(places)
-        ends = np.cumsum(counts).tolist()
-        if query.texts is not None:
-            return self._candidates(snapshot, vectors, query, places, ends, keep, live)
-        if not ranking:
-            contents = self._contents(snapshot, places)
-            every = [Hit(i, s, *c) for i, s, c in zip(ids.to_pylist(), scores.tolist(), contents, strict=True)]
-            return ShardAnswer([every[start:end] for start, end in pairwise([0, *ends])], snapshot.sequence)
-        return ShardRanking(ends, ids, scores, keyed(snapshot, places), snapshot.sequence)
-
-    def _candidates(
-        self,
-        snapshot: LiveState,
-        vectors: np.ndarray,
-        query: ShardQuery,
-        nearest: np.ndarray,
-        ends: Sequence[int],
-        keep: np.ndarray | None,
-        live: np.ndarray,
-    ) -> ShardRanking:
-        """The candidates by vector and by words, each with both scores.
-
-        Args:
-            nearest: places of the candidates by vector, those of each vector up to its end.
-            keep, live: rows of base and delta that may be found.
-        """
-        found = []
-        for text, vector, (start, end) in zip(query.texts or (), vectors, pairwise([0, *ends]), strict=True):
+        of_delta = vectors @ snapshot.vectors.T
+        of_delta[:, ~live] = -np.inf
+        best = [
+            _best(vectors[number], k, scores[number], rows[number], of_delta[number], snapshot.vectors)
+            for number in range(len(vectors))
+        ]
+        if query.texts is None:
+            hits = self._hits(snapshot, best)
+            return ShardAnswer([nearest(of_vector, k) for of_vector in hits], snapshot.sequence)
+        lexical = []
+        for number, (text, vector) in enumerate(zip(query.texts, vectors, strict=True)):
             words = self._words(snapshot, text, keep, live)
-            rows = _best_rows(words, query.depth)
-            places = np.union1d(nearest[start:end], np.where(rows < len(self.base), rows, rows - len(words)))
-            found.append((places, _scores(vector, self._vectors(snapshot, places)), words[places]))
-        places, scores, lexical = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        ids, keys = self._ids(snapshot, places), keyed(snapshot, places)
-        ends = np.cumsum([len(of_query) for of_query, *_ in found]).tolist()
-        return ShardRanking(ends, ids, scores, keys, snapshot.sequence, lexical)
+            by_words = _best_rows(words, k)
+            places = np.union1d(best[number][1], np.where(by_words < len(self.base), by_words, by_words - len(words)))
+            best[number] = _scores(vector, self._vectors(snapshot, places)), places
+            lexical.append(words[places])
+        return ShardAnswer(self._hits(snapshot, best), snapshot.sequence, lexical)
 
     def _words(self, snapshot: LiveState, text: str, keep: np.ndarray | None, live: np.ndarray) -> np.ndarray:
         """BM25 of the rows of the base, then of the delta from its last row to its first, so that places are indices."""
@@ -367,63 +307,24 @@ class LiveShard:
         vectors[~in_base] = snapshot.vectors[delta_place(places[~in_base])]
         return vectors
 
-    def _with_delta(
-        self, snapshot: LiveState, vectors: np.ndarray, k: int, live: np.ndarray, scores: np.ndarray, rows: np.ndarray
-    ) -> tuple[list[int], np.ndarray, np.ndarray, pa.Array]:
-        """Merge the (queries, k) hits of the base with those of the delta: counts, scores, places and ids."""
-        delta = vectors @ snapshot.vectors.T
-        delta[:, ~live] = -np.inf
-        together = np.concatenate([np.where(rows < 0, -np.inf, scores), delta], axis=1)
-        last = max(0, together.shape[1] - k)
-        least = np.maximum(np.partition(together, last, axis=1)[:, last] - _ROUNDING, np.finfo(np.float32).min)
-        in_base = (rows >= 0) & (scores >= least[:, None])
-        near = [np.flatnonzero(row) for row in delta >= least[:, None]]
-        exact = [_scores(vector, snapshot.vectors[some]) for vector, some in zip(vectors, near, strict=True)]
-        scores_of = [np.concatenate([scores[q, in_base[q]], exact[q]]) for q in range(len(vectors))]
-        places_of = [np.concatenate([rows[q, in_base[q]], delta_place(near[q])]) for q in range(len(vectors))]
-        ids = self._ids(snapshot, np.concatenate(places_of))
-        order, start = [], 0
-        for of_query in scores_of:
-            own = ids[start : start + len(of_query)]
-            order.append(start + best(of_query, k, own))
-            start += len(of_query)
-        chosen = np.concatenate(order)
-        scores, places = np.concatenate(scores_of)[chosen], np.concatenate(places_of)[chosen]
-        return [len(some) for some in order], scores, places, ids.take(pa.array(chosen))
-
-    def _ids(self, snapshot: LiveState, places: np.ndarray) -> pa.Array:
-        """The ids of places in base and delta."""
+    def _passages(self, snapshot: LiveState, places: np.ndarray) -> pa.Table:
+        """The passages of places in base and delta."""
         in_base = places >= 0
-        of_delta = take(snapshot.passages.select(["id"]), delta_place(places[~in_base])).column("id")
-        both = pa.concat_arrays([self.base.ids(places[in_base]), *of_delta.chunks])
-        return both.take(pa.array(np.argsort(np.argsort(~in_base, kind="stable"), kind="stable")))
+        of_delta = take(snapshot.passages, delta_place(places[~in_base]))
+        return pa.concat_tables([self.base.take(places[in_base]), of_delta]).take(_back(in_base))
 
-    def _contents(self, snapshot: LiveState, places: np.ndarray) -> list[Content]:
-        """Texts and metadata of places in base and delta."""
-        in_base = places >= 0
-        of_base = self.base.contents(places[in_base])
-        if in_base.all():
-            return of_base
-        (batch,) = take(snapshot.passages, delta_place(places[~in_base])).to_batches()
-        both = iter(of_base), iter(contents_of(batch, np.arange(len(batch))))
-        return [next(both[0] if base else both[1]) for base in in_base.tolist()]
+    def _hits(self, snapshot: LiveState, best: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[list[Hit]]:
+        """The passages of scores and places."""
+        scores, places = (np.concatenate(parts) for parts in zip(*best, strict=True))
+        every = hits_of(self._passages(snapshot, places), scores)
+        return [every[start:end] for start, end in pairwise([0, *np.cumsum([len(some) for some, _ in best])])]
 
-    def _place_of(self, snapshot: LiveState, key: Key) -> int | None:
-        """The place of a key; None if its document has changed since, or if this replica is behind."""
-        place, id = key
-        if place >= 0:
-            return place
-        row = snapshot.rows.get(id, DELETED)
-        return delta_place(row) if row != DELETED and snapshot.put_at[row] == -place else None
-
-    def _from_log(self, key: Key) -> Content:
-        """Text and metadata as a change put them."""
-        place, id = key
-        for _, changes in self._log.read(-place - 1, self._number):
-            rows = np.flatnonzero(pc.equal(changes.column("id"), id))
-            (batch,) = take(changes.select(self.base.passages.column_names), rows[-1:]).to_batches()
-            return contents_of(batch, np.zeros(1, np.int64))[0]
-        raise LogFault.at(self._log.directory, f"change {-place} is missing", "restore it")
+    def _place(self, snapshot: LiveState, id: str) -> int | None:
+        """The place of a document; None if there is none."""
+        row = snapshot.rows.get(id)
+        if row is None:
+            return self.base.row_of(id)
+        return None if row == DELETED else int(delta_place(row))
 
     def _apply(self, sequence: int, tables: Sequence[pa.Table]) -> None:
         """Make the snapshot after changes to this shard, up to `sequence`, the current one."""
@@ -446,7 +347,6 @@ class LiveShard:
         put = changes.filter(pc.equal(changes.column(OP), "put"))
         rows |= {id: len(live) + row for row, id in enumerate(put.column("id").to_pylist())}
         live = np.concatenate([live, np.ones(len(put), bool)])
-        put_at = np.concatenate([before.put_at, put.column(_PUT_AT).to_numpy()])
         passages = pa.concat_tables([before.passages, put.select(before.passages.column_names)])
         if passages.column("id").num_chunks > _MAX_CHUNKS:
             passages = passages.combine_chunks()
@@ -455,15 +355,41 @@ class LiveShard:
         store = extended(before.store, len(before.live), vectors)
         if before.terms is not None:
             before.terms.add(len(before.live), put.column("text").to_pylist())
-        self._snapshot = without_dead_rows(LiveState(sequence, keep, passages, store, live, put_at, rows, before.terms))
+        self._snapshot = without_dead_rows(LiveState(sequence, keep, passages, store, live, rows, before.terms))
+
+
+def _best(
+    vector: np.ndarray, k: int, scores: np.ndarray, rows: np.ndarray, of_delta: np.ndarray, delta: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scores and places of the best `k` passages in base and delta, and of those with the score of the last one.
+
+    Args:
+        scores, rows: the best of the base, padded with row -1.
+        of_delta, delta: products with the vectors of the delta, -inf for rows that may not be found; and the vectors.
+    """
+    together = np.concatenate([np.where(rows < 0, -np.inf, scores), of_delta])
+    last = max(0, len(together) - k)
+    least = max(np.partition(together, last)[last] - _ROUNDING, np.finfo(np.float32).min)
+    in_base, near = (rows >= 0) & (scores >= least), np.flatnonzero(of_delta >= least)
+    exact = np.concatenate([scores[in_base], _scores(vector, delta[near])])
+    places = np.concatenate([rows[in_base], delta_place(near)])
+    if len(exact) > k:
+        best = exact >= np.partition(exact, -k)[-k]
+        exact, places = exact[best], places[best]
+    return exact, places
 
 
 def _best_rows(scores: np.ndarray, depth: int) -> np.ndarray:
     """The indices of the `depth` highest scores, without those that are 0; of equal scores at the end, some."""
-    found = np.flatnonzero(scores)
-    if len(found) > depth:
-        found = found[np.argpartition(scores[found], -depth)[-depth:]]
-    return found
+    rows = np.flatnonzero(scores)
+    if len(rows) > depth:
+        rows = rows[np.argpartition(scores[rows], -depth)[-depth:]]
+    return rows
+
+
+def _back(in_base: np.ndarray) -> pa.Array:
+    """Where places are in base and delta -> what takes rows of the base, followed by those of the delta, back to their order."""
+    return pa.array(np.argsort(np.argsort(~in_base, kind="stable"), kind="stable"))
 
 
 def _scores(vector: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -473,6 +399,6 @@ def _scores(vector: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """
     scores = np.empty(len(rows), np.float32)
     if len(rows):
-        (found,), (places,) = faiss.knn(vector[None], rows, len(rows), faiss.METRIC_INNER_PRODUCT)
-        scores[places] = found
+        (ordered,), (places,) = faiss.knn(vector[None], rows, len(rows), faiss.METRIC_INNER_PRODUCT)
+        scores[places] = ordered
     return scores

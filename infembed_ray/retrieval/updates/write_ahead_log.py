@@ -96,7 +96,8 @@ class ChangeLog:
         self.metadata = metadata
         self.dimension = dimension
         self.shards = shards
-        self.schema = changes_schema(metadata)
+        # `_op` (put, or delete with all but `id` null), the columns of passages, `_vector`
+        self.schema = pa.schema([(OP, pa.string()), *passages.schema(metadata), (VECTOR, pa.list_(pa.float32()))])
         self._last_seen = self._calls = self._listed = 0
         self._directory_synced = False
 
@@ -116,8 +117,7 @@ class ChangeLog:
             by_shard.setdefault(shard_of(change.id, self.shards), []).append(row)
         if not by_shard:
             return self.last()
-        content = _segment({shard: self._section(rows) for shard, rows in sorted(by_shard.items())}, self.shards)
-        sequence = self.last() + 1
+        content, sequence = self._segment(by_shard), self.last() + 1
         remedy = "give the writer a writable directory with space, and make the change again: it may or may not be kept"
         with self._faults("cannot be written", remedy):
             if isinstance(self.directory, Path):
@@ -202,7 +202,11 @@ class ChangeLog:
                     start, length = int(section["start"]), int(section["length"])
                     whole = start + length <= len(head)
                     content = head[start : start + length] if whole else self._bytes(sequence, start, length) or b""
-                    tables.append(self._table(sequence, content, section["checksum"].tobytes()))
+                    if hashlib.sha256(content).digest() != section["checksum"].tobytes():
+                        raise self._fault(sequence, _CORRUPTED)
+                    tables.append(pa.ipc.open_stream(content).read_all())
+                    if tables[-1].schema != self.schema:
+                        raise self._fault(sequence, "has other columns than the index")
             yield sequence, pa.concat_tables(tables)
             sequence += 1
 
@@ -234,12 +238,23 @@ class ChangeLog:
         row = {OP: "put", "id": change.id, "text": change.text, VECTOR: np.asarray(change.vector, np.float32)}
         return row | typed_metadata(change.id, change.metadata, self.metadata)
 
-    def _section(self, rows: Sequence[Mapping[str, Any]]) -> bytes:
-        columns = [pa.array([row.get(column.name) for row in rows], column.type) for column in self.schema]
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, self.schema) as writer:
-            writer.write_table(pa.table(columns, schema=self.schema))
-        return sink.getvalue().to_pybytes()
+    def _segment(self, by_shard: Mapping[int, Sequence[Mapping[str, Any]]]) -> bytes:
+        """A segment: its header with the place and checksum of each section, and the sections."""
+        sections = []
+        for rows in (by_shard[shard] for shard in sorted(by_shard)):
+            columns = [pa.array([row.get(column.name) for row in rows], column.type) for column in self.schema]
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, self.schema) as writer:
+                writer.write_table(pa.table(columns, schema=self.schema))
+            sections.append(sink.getvalue().to_pybytes())
+        size = _HEADER.itemsize + len(sections) * _SECTION.itemsize + _CHECKSUM_BYTES
+        starts = size + np.cumsum([0, *map(len, sections)])
+        facts = [
+            (shard, start, len(content), hashlib.sha256(content).digest())
+            for shard, start, content in zip(sorted(by_shard), starts, sections, strict=False)
+        ]
+        header = np.array((_MAGIC, self.shards, len(sections)), _HEADER).tobytes() + np.array(facts, _SECTION).tobytes()
+        return b"".join([header, hashlib.sha256(header).digest(), *sections])
 
     def _bytes(self, sequence: int, start: int, length: int | None) -> bytes | None:
         """Up to `length` bytes (None: all) of a segment from `start` on; None if there is no such segment."""
@@ -265,14 +280,6 @@ class ChangeLog:
             raise self._fault(sequence, f"is of an index of {facts['shards']} shards")
         return header
 
-    def _table(self, sequence: int, content: bytes, checksum: bytes) -> pa.Table:
-        if hashlib.sha256(content).digest() != checksum:
-            raise self._fault(sequence, _CORRUPTED)
-        table = pa.ipc.open_stream(content).read_all()
-        if table.schema != self.schema:
-            raise self._fault(sequence, "has other columns than the index")
-        return table
-
     def _fault(self, sequence: int, reason: str) -> LogFault:
         remedy = "restore it, it and the changes after it are not applied until then"
         return LogFault.at(self.directory, f"{segment_name(sequence)} {reason}", remedy)
@@ -288,32 +295,17 @@ class ChangeLog:
 
     def _numbers(self) -> set[int]:
         """The numbers in use."""
-        names: Sequence[str] | Mapping[str, int] = ()
-        with self._faults("cannot be read", "give a directory that can"), contextlib.suppress(FileNotFoundError):
-            names = os.listdir(self.directory) if isinstance(self.directory, Path) else listing(self.directory)
+        with self._faults("cannot be read", "give a directory that can"):
+            try:
+                names = os.listdir(self.directory) if isinstance(self.directory, Path) else listing(self.directory)
+            except FileNotFoundError:
+                return set()
         return {int(match[1]) for match in map(_NAME.fullmatch, names) if match}
 
 
 def segment_name(sequence: int) -> str:
     """File name of a segment."""
     return f"{sequence:012d}.arrow"
-
-
-def _segment(sections: Mapping[int, bytes], shards: int) -> bytes:
-    """A segment: its header with the place and checksum of each section, and the sections."""
-    size = _HEADER.itemsize + len(sections) * _SECTION.itemsize + _CHECKSUM_BYTES
-    starts = size + np.cumsum([0, *map(len, sections.values())])
-    rows = [
-        (shard, start, len(content), hashlib.sha256(content).digest())
-        for start, (shard, content) in zip(starts, sections.items(), strict=False)
-    ]
-    header = np.array((_MAGIC, shards, len(sections)), _HEADER).tobytes() + np.array(rows, _SECTION).tobytes()
-    return b"".join([header, hashlib.sha256(header).digest(), *sections.values()])
-
-
-def changes_schema(metadata: Mapping[str, FieldType]) -> pa.Schema:
-    """Columns of a segment: `_op` (put, or delete with all but `id` null), those of passages, `_vector`."""
-    return pa.schema([(OP, pa.string()), *passages.schema(metadata), (VECTOR, pa.list_(pa.float32()))])
 
 
 def require_fitting(change: Change, dimension: int) -> None:
@@ -340,8 +332,8 @@ def typed_metadata(id: str, metadata: Mapping[str, Any], schema: Mapping[str, Fi
     for name, value in metadata.items():
         where = f"document {reprlib.repr(id)}: metadata {reprlib.repr(name)}"
         if name not in schema:
-            known = nearest(str(name), schema) if schema else "this index has no metadata columns"
-            raise ChangeError(f"{where} is no column of the index; {known}")
+            valid = nearest(str(name), schema) if schema else "this index has no metadata columns"
+            raise ChangeError(f"{where} is no column of the index; {valid}")
         try:
             taken[name] = None if value is None else typed(value, schema[name])
         except ValueError as error:

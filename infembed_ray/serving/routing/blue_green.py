@@ -19,8 +19,7 @@ from infembed_ray.config.serving import RankingSettings, ServeSettings
 from infembed_ray.modeling.formats import Question
 from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import ShardQuery
-from infembed_ray.retrieval.fusion import away
-from infembed_ray.retrieval.instruction_parts import split
+from infembed_ray.retrieval.instruction_parts import away, split
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
 from infembed_ray.serving import explaining, schema

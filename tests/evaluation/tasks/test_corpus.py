@@ -57,6 +57,7 @@ class Text(str):
     """A text that a weak reference can follow."""
 
 
+@pytest.mark.integration
 def test_texts_are_never_all_in_memory(source: Path) -> None:
     size, length = 30_000, 1000
     alive: WeakSet[Text] = WeakSet()  # counts only this test's texts; tracemalloc counts those of every thread

@@ -85,6 +85,7 @@ def test_a_card_without_configurations_is_rejected(card: str) -> None:
         configs(card, "README.md")
 
 
+@pytest.mark.integration
 def test_without_data_a_task_is_downloaded_to_the_cache_of_the_hubs_client(root: Path, tmp_path: Path) -> None:
     code = (
         "from infembed_ray.evaluation.tasks import catalogue; task = catalogue.load('bright/leetcode'); "

@@ -173,6 +173,7 @@ def test_trees_give_the_embeddings_and_gradients_of_each_text_alone(config, mode
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.integration
 @given(
     st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=8), min_size=1, max_size=20),
     st.sampled_from([4, 20, 1 << 40]),

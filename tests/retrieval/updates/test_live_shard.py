@@ -14,20 +14,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from infembed_ray.retrieval.answers import (
-    Behind,
-    ScoreQuery,
-    ShardAnswer,
-    ShardQuery,
-    ShardRanking,
-    merge,
-    merge_rankings,
-)
+from infembed_ray.retrieval.answers import Behind, ScoreQuery, ShardAnswer, ShardQuery, merge, nearest
 from infembed_ray.retrieval.filters import FilterError
 from infembed_ray.retrieval.shards import Hit, shard_of
 from infembed_ray.retrieval.updates import live_shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
-from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
+from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, Put
 from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, open_live, write_shards
 from tests.retrieval.vectors import unit_vectors
 
@@ -77,23 +69,8 @@ class LiveIndex(RuleBasedStateMachine):
         query_of_all = ShardQuery(queries, k, None if since is None else {"year": {"gte": since}})
         answers = [shard.search_many([query_of_all])[0] for shard in self.shards]
         for row, query in enumerate(queries):
-            hits = merge([answer.hits[row] for answer in answers], k)
+            hits = merge(answers, row, k)
             self.oracle.check(hits, query, k, answers[0].sequence, since)
-
-    @rule(seed=st.integers(0, 10_000), k=st.integers(1, 15), changes=CHANGES)
-    def search_in_two_phases(self, seed: int, k: int, changes: list[Change]) -> None:
-        """The texts are those that were scored, although documents change between the phases."""
-        self.refresh()
-        (query,) = queries = unit_vectors(1, DIMENSION, seed)
-        answers = [shard.search_many([ShardQuery(queries, k, ranking=True)])[0] for shard in self.shards]
-        scored = self.oracle.states[-1]
-        self.change(changes)
-        self.refresh()
-        hits = two_phases(self.shards, answers, k)
-        assert [(h.text, h.metadata) for h in hits] == [
-            (scored[h.id].text, {name: scored[h.id].metadata.get(name) for name in METADATA}) for h in hits
-        ]
-        self.oracle.check(hits, query, k, answers[0].sequence)
 
     @rule(ids=st.lists(IDS, unique=True), seed=st.integers(0, 10_000))
     def score(self, ids: list[str], seed: int) -> None:
@@ -102,17 +79,17 @@ class LiveIndex(RuleBasedStateMachine):
         for number, shard in enumerate(self.shards):
             scores = shard.scores(ScoreQuery(ids, queries))
             assert (scores.shape, scores.dtype) == ((2, len(ids)), np.float32)
-            for id, found in zip(ids, scores.T, strict=True):
+            for id, scores_of in zip(ids, scores.T, strict=True):
                 there = id in state and shard_of(id, len(self.shards)) == number
                 expected = np.float64(queries) @ np.float64(state[id].vector) if there else [np.nan] * 2
-                np.testing.assert_allclose(found, expected, atol=1e-6)
+                np.testing.assert_allclose(scores_of, expected, atol=1e-6)
 
     @rule(id=IDS)
     def get(self, id: str) -> None:
         self.refresh()
         expected = self.oracle.states[-1].get(id)
-        found = [shard.get(id) for shard in self.shards]
-        assert [f for f in found if f] == (
+        hits = [shard.get(id) for shard in self.shards]
+        assert [hit for hit in hits if hit] == (
             [Hit(id, 0.0, expected.text, expected.metadata)] if expected else []  # in one shard at most
         )
 
@@ -131,15 +108,6 @@ def test_searches_under_puts_and_deletes_agree_with_brute_force(monkeypatch: pyt
     run_state_machine_as_test(LiveIndex, settings=settings(max_examples=15, stateful_step_count=15, deadline=None))
 
 
-def two_phases(shards: list[LiveShard], rankings: list[ShardRanking], k: int) -> list[Hit]:
-    """Merge the rankings of one query, and fetch the contents of the winners."""
-    hits = []
-    for id, score, ranking, place in zip(*merge_rankings(rankings, 0, k), strict=True):
-        (content,) = shards[ranking].contents([(place, id)])
-        hits.append(Hit(id, score, *content))
-    return hits
-
-
 def one_shard(root: Path, base: list[Put]) -> LiveShard:
     facts = write_shards(root / "v1", base, 1)
     return open_live(root / "v1", facts, root / "changes")[0]
@@ -149,7 +117,7 @@ def log_of(root: Path) -> ChangeLog:
     return ChangeLog(root / "changes", METADATA, DIMENSION)
 
 
-def found(shard: LiveShard, k: int = 100, **filter: Any) -> list[str]:
+def ids_of(shard: LiveShard, k: int = 100, **filter: Any) -> list[str]:
     (answer,) = shard.search_many([ShardQuery(unit_vectors(1, DIMENSION), k, filter or None)])
     assert not isinstance(answer, Exception)
     return [hit.id for hit in answer.hits[0]]
@@ -190,7 +158,11 @@ def test_searches_while_changes_are_applied_answer_one_state_each(tmp_path: Path
             for n, parts in enumerate(zip(*by_shard, strict=True)):
                 for row in range(2):
                     answers.append(
-                        (parts[0].sequence, since, (2 * n + row, merge([part.hits[row] for part in parts], 8)))
+                        (
+                            parts[0].sequence,
+                            since,
+                            (2 * n + row, nearest([hit for part in parts for hit in part.hits[row]], 8)),
+                        )
                     )
 
     threads = [guarded(refresh), guarded(refresh), *(guarded(search) for _ in range(3))]
@@ -256,8 +228,8 @@ def test_equal_scores_come_by_id_descending_from_base_and_changes_alike(tmp_path
     shard = one_shard(tmp_path, [Put(id, "base", same) for id in "bdf"])
     log_of(tmp_path).append([Put(id, "new", same) for id in "acegd"])
     shard.refresh()
-    assert found(shard) == list("gfedcba")
-    assert found(shard, k=3) == list("gfe")
+    assert ids_of(shard) == list("gfedcba")
+    assert ids_of(shard, k=3) == list("gfe")
     assert shard.get("d") == Hit("d", 0.0, "new", {"year": None, "day": None})
 
 
@@ -309,27 +281,6 @@ def test_a_request_waits_for_its_sequence_alone(tmp_path: Path, monkeypatch: pyt
     assert isinstance(answer, Behind)
 
 
-def test_texts_of_replaced_deleted_and_dropped_documents_come_from_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live_shard, "_DEAD_ROWS", 4)
-    shard = one_shard(tmp_path, [document("a", 1)])
-    log_of(tmp_path).append([document("b", 2), document("c", 3), document("d", 4)])
-    behind = LiveShard(shard.base, log_of(tmp_path), 0, 0, until=0)  # another replica
-    shard.refresh()
-    (answer,) = shard.search_many([ShardQuery(unit_vectors(1, DIMENSION), 9, ranking=True)])
-    assert isinstance(answer, ShardRanking)
-    for n in range(5):
-        log_of(tmp_path).append([document("b", 20 + n), Delete("c"), Delete("a")])
-    shard.refresh()
-    for replica in (shard, behind):
-        hits = two_phases([replica], [answer], 9)
-        assert {hit.id: hit.text for hit in hits} == {"a": "a of 1", "b": "b of 2", "c": "c of 3", "d": "d of 4"}
-    (log_of(tmp_path).directory / f"{1:012d}.arrow").unlink()
-    with pytest.raises(LogFault, match="change 1 is missing"):
-        behind.contents([(-1, "b")])
-
-
 def test_an_invalid_request_fails_alone(tmp_path: Path) -> None:
     shard = one_shard(tmp_path, [document("a", 1, 2020)])
     query = unit_vectors(1, DIMENSION)
@@ -356,13 +307,13 @@ def test_an_invalid_request_fails_alone(tmp_path: Path) -> None:
 
 def test_an_empty_shard_may_grow_and_be_emptied(tmp_path: Path) -> None:
     shard = one_shard(tmp_path, [])
-    assert (found(shard), len(shard)) == ([], 0)
+    assert (ids_of(shard), len(shard)) == ([], 0)
     log_of(tmp_path).append([document("a", 1, 2020)])
     shard.refresh()
-    assert (found(shard), found(shard, year=2020), found(shard, year=2021)) == (["a"], ["a"], [])
+    assert (ids_of(shard), ids_of(shard, year=2020), ids_of(shard, year=2021)) == (["a"], ["a"], [])
     log_of(tmp_path).append([Delete("a")])
     shard.refresh()
-    assert (found(shard), len(shard), shard.get("a")) == ([], 0, None)
+    assert (ids_of(shard), len(shard), shard.get("a")) == ([], 0, None)
 
 
 def test_the_content_is_all_documents_by_id_with_their_vectors(tmp_path: Path) -> None:

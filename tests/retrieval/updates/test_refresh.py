@@ -13,7 +13,7 @@ from infembed_ray.retrieval.updates import live_shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
 from tests.retrieval.oracle import document
-from tests.retrieval.updates.test_live_shard import found, log_of, one_shard
+from tests.retrieval.updates.test_live_shard import ids_of, log_of, one_shard
 
 
 def test_repeated_puts_of_a_passage_do_not_accumulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +24,7 @@ def test_repeated_puts_of_a_passage_do_not_accumulate(tmp_path: Path, monkeypatc
         shard.refresh()
         assert len(shard._snapshot.live) <= 10
         assert shard.changed == 2
-    assert set(found(shard)) == set("abcz")
+    assert set(ids_of(shard)) == set("abcz")
     assert shard.get("a") == Hit("a", 0.0, "a of 39", {"year": None, "day": "2024-02-11"})
 
 
@@ -40,13 +40,13 @@ def test_a_damaged_change_stops_refreshing_but_not_serving(tmp_path: Path, monke
     for _ in range(2):
         with pytest.raises(LogFault, match=r"000000000002\.arrow is corrupted"):
             shard.refresh()
-        assert (set(found(shard)), shard.sequence) == (set("ab"), 1)
+        assert (set(ids_of(shard)), shard.sequence) == (set("ab"), 1)
     assert shard.head == 3
     with pytest.raises(LogFault, match=r"000000000002\.arrow is corrupted"):
         LiveShard(shard.base, log, 0, 0)  # a new replica must not serve fewer changes
     second.write_bytes(whole)
     assert shard.refresh()
-    assert (set(found(shard)), shard.sequence) == (set("abcd"), 3)
+    assert (set(ids_of(shard)), shard.sequence) == (set("abcd"), 3)
 
 
 def test_a_log_shorter_than_the_folded_changes_is_refused(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_until_limits_the_changes_that_are_applied(tmp_path: Path) -> None:
     for id in "bcd":
         log_of(tmp_path).append([document(id, 2)])
     shard = LiveShard(first.base, log_of(tmp_path), 0, folded=0, until=2)
-    assert (set(found(shard)), shard.sequence, shard.refresh()) == (set("abc"), 2, False)
+    assert (set(ids_of(shard)), shard.sequence, shard.refresh()) == (set("abc"), 2, False)
 
 
 def test_a_log_of_any_size_is_applied_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +100,9 @@ def test_a_failing_change_loses_none_before_it(tmp_path: Path, monkeypatch: pyte
         patch.setattr(ChangeLog, "read", fails_for_c)
         with pytest.raises(MemoryError):
             shard.refresh()
-    assert (set(found(shard)), shard.sequence) == (set("ab"), 1)
+    assert (set(ids_of(shard)), shard.sequence) == (set("ab"), 1)
     assert shard.refresh()
-    assert (set(found(shard)), shard.sequence) == (set("abcd"), 3)
+    assert (set(ids_of(shard)), shard.sequence) == (set("abcd"), 3)
 
 
 def test_a_change_that_goes_missing_while_serving_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,4 +117,4 @@ def test_a_change_that_goes_missing_while_serving_is_reported(tmp_path: Path, mo
             shard.refresh()
     with pytest.raises(LogFault, match=r"000000000001\.arrow is missing"):
         shard.refresh()  # until it is there again
-    assert (found(shard), shard.sequence, shard.head) == (["a"], 0, 2)
+    assert (ids_of(shard), shard.sequence, shard.head) == (["a"], 0, 2)

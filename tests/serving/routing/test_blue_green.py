@@ -93,8 +93,6 @@ class OneShard:
             fault = str(error)
         if method == "state":
             return ShardState(fault, self.live.changed)
-        if method == "contents_many":
-            return pickle.loads(pickle.dumps([self.live.contents(keys) for keys in arguments[0]]))
         if method == "scores_many":
             return pickle.loads(pickle.dumps([self.live.scores(query) for query in arguments[0]]))
         if method == "search_many":

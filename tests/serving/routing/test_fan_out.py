@@ -1,4 +1,4 @@
-"""Searches over many shards in one phase and in two, against brute force."""
+"""Searches over many shards against brute force."""
 
 from __future__ import annotations
 
@@ -42,11 +42,7 @@ class Deployment:
         if method in self.failing:
             raise self.failing[method]
         await asyncio.sleep(self.seconds)
-        if method == "search_many":
-            answers: Any = self.live.search_many(items)
-        else:
-            answers = [self.live.contents(keys) for keys in items]
-        return pickle.loads(pickle.dumps(answers))
+        return pickle.loads(pickle.dumps(self.live.search_many(items)))
 
 
 class World:
@@ -89,16 +85,7 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-@pytest.fixture
-def two_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fan_out, "CONTENTS_PER_CALL", 0)
-
-
-@pytest.mark.parametrize("contents_per_call", [0, 10**9])
-def test_both_ways_give_the_best_of_all_shards(
-    world: World, monkeypatch: pytest.MonkeyPatch, contents_per_call: int
-) -> None:
-    monkeypatch.setattr(fan_out, "CONTENTS_PER_CALL", contents_per_call)
+def test_a_search_gives_the_best_of_all_shards(world: World) -> None:
     world.change(*(document(f"d{n}", 500 + n, 2020) for n in range(0, 100, 3)), Delete("d1"))
     world.refresh()
 
@@ -107,54 +94,6 @@ def test_both_ways_give_the_best_of_all_shards(
             ranked = await search(k)
             world.check(ranked, k)
             assert ranked.sequence == 1
-
-    world.play(scenario)
-    assert (world.calls("contents_many") > 0) == (contents_per_call == 0)
-
-
-def test_few_hits_of_few_shards_take_one_phase_and_many_take_two(world: World) -> None:
-    async def scenario(search: Any) -> None:
-        await search(10)
-        assert world.calls("contents_many") == 0
-        await search(1000)
-        assert world.calls("contents_many") == SHARDS
-
-    world.play(scenario)
-
-
-@pytest.mark.usefixtures("two_phases")
-def test_winners_seen_before_are_not_fetched_again(world: World) -> None:
-    async def scenario(search: Any) -> None:
-        first = await search(10)
-        fetched = world.calls("contents_many")
-        assert (await search(10)).results == first.results
-        assert world.calls("contents_many") == fetched
-        winner = first.results[0][0].id
-        world.change(document(winner, 999, text="replaced"))
-        world.refresh()
-        world.check(await search(80), 80)  # the cached text of its earlier state is not used
-
-    world.play(scenario)
-
-
-@pytest.mark.usefixtures("two_phases")
-def test_texts_are_those_that_were_scored_although_documents_change_between_the_phases(world: World) -> None:
-    world.change(*(document(f"d{n}", 500 + n, 2020) for n in range(40)))
-    world.refresh()
-
-    def change(method: str) -> None:
-        if method == "contents_many" and len(world.oracle.states) == 2:
-            world.change(*(document(f"d{n}", 900 + n, 2021) for n in range(30)), Delete("d35"), Delete("d70"))
-            world.refresh()
-
-    for shard in world.shards:
-        shard.before = change
-
-    async def scenario(search: Any) -> None:
-        ranked = await search(80)
-        assert (ranked.sequence, len(world.oracle.states)) == (1, 3)
-        world.check(ranked, 80)
-        world.check(await search(80), 80, sequence=2)
 
     world.play(scenario)
 

@@ -1,37 +1,50 @@
-"""Search one FAISS index, with or without a filter, to exact scores.
+"""The FAISS index of a shard: which type, how it is built, calibrated and searched, with or without a filter, to exact scores.
 
-`calibrate` finds the effort of approximate types. A filtered search over-fetches, or compares the rows that pass if these are
-fewer. Candidates of lossy types are reranked by the vectors.
+`choose` decides by number of vectors, dimension and memory, as autofaiss does: exact search below ten thousand vectors, a graph
+(HNSW) if memory holds it, inverted lists (IVF) if it holds the vectors, else quantised lists: SQ8, then RaBitQ of 4, 2 and 1 bits
+per dimension. `calibrate` finds the effort of approximate types. Candidates of lossy types are reranked by the vectors.
 """
 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from mmap import MADV_WILLNEED, PAGESIZE, mmap
 from typing import Any
 
 import numpy as np
 
-from infembed_ray.retrieval.factory import BLOCK, EXACT_BELOW, blocks, holds_originals, is_lossy, on_gpus, storage
+from infembed_ray.config.retrieval import Precision
+from infembed_ray.errors import InputError
 from infembed_ray.retrieval.faiss_import import faiss
 
+EXACT_BELOW = 10_000
+"""Vectors below which exact search is as fast as a graph."""
+HNSW_LINKS = 32
+LINK_BYTES = 8 * HNSW_LINKS + 16
+"""Bytes of a vector's links, level and offset in a graph."""
+HALF = "SQfp16"
+"""FAISS's name for vectors stored in float16."""
+EF_CONSTRUCTION = 128
+"""Candidates during the construction of a graph."""
+RABITQ = ("RaBitQ4", "RaBitQ2", "RaBitQ")
+"""FAISS's names for 4, 2 and 1 bits per dimension."""
+TRAINING_POINTS = 40
+"""Training vectors per centroid: FAISS requires 39, and more than 100 help little."""
+BLOCK = 1 << 14
+"""Vectors added or copied at once."""
+GIB = 1 << 30
 AIM = 0.99
 """Recall@10 that calibration aims for."""
 QUERIES = 256
 """Vectors that choose the parameters; as many others measure the recall."""
 NEAR = 10
 QUERY_COSINE = 0.5
-"""Cosine of a synthetic query with its passage, which makes it about as hard as a real query. Over 200,000 passages,
-efSearch 16, 64 and 256 found 85, 97 and 99.5 % of the neighbours of synthetic queries, 89, 97 and 99.6 % of real ones, and
-99.5, 100 and 100 % of passages."""
+"""Cosine of a synthetic query with its passage, which makes it about as hard as a real query (benchmarks/search.py)."""
 LEAST_EF_SEARCH = 384
 """Lower values suffice for passages as queries but not for real ones: over 200,000 passages, 16 found 98.6 % for passages and
-78 % for real queries, 256 found 98.0 % and 384 found 99.2 % (benchmarks/search.py). For the same reason, nprobe is at least the root of the lists."""
+78 % for real queries, 384 found 99.2 %. For the same reason, nprobe is at least the root of the lists."""
 LEAST_RERANK, MAX_RERANK = 4, 64
-MAX_ON_GPU = 2048
-"""Most neighbours of one FAISS search on a GPU."""
 _SYNTHETIC = -2
 """Row of a query that is not one of the vectors."""
 _WIDEN = 4
@@ -42,20 +55,176 @@ EF_SEARCH, NPROBE, RERANK = "efSearch", "nprobe", "rerank"
 """Search parameters: candidates of a graph, inverted lists, reranked candidates per hit."""
 
 
+def choose(
+    vectors: int,
+    dimension: int,
+    memory_gib: float | None,
+    shards: int = 1,
+    given: str | None = None,
+    precision: Precision = "float16",
+) -> str:
+    """Choose the best type that fits the memory.
+
+    Args:
+        vectors: of the largest shard.
+        memory_gib: most memory of a shard while it is searched; None: no limit.
+        shards: of the index, for the error message.
+        given: the only type to consider; None: all.
+
+    Raises:
+        InputError: nothing fits.
+    """
+    limit = math.inf if memory_gib is None else memory_gib * GIB
+    sizes = {kind: memory(kind, dimension, vectors) for kind in ([given] if given else candidates(vectors, precision))}
+    if best := next((kind for kind, size in sizes.items() if size <= limit), None):
+        return best
+    kind, size = min(sizes.items(), key=lambda item: item[1])
+    fault = f"{given or f'the smallest type, {kind},'} takes {size / GIB:.3g} GiB per shard of {vectors} vectors of {dimension} dimensions"
+    remedy = f"raise it, or set more than {shards} shards, fewer dimensions (of a model trained for it)"
+    raise InputError.of("memory_gib", memory_gib, fault, remedy + ", another factory" * bool(given))
+
+
+def candidates(vectors: int, precision: Precision = "float16") -> list[str]:
+    """Index types for a number of vectors of a precision, the best first, with decreasing memory."""
+    if vectors < EXACT_BELOW:
+        return ["Flat"]
+    lists = centroids(vectors)
+    coarse = f"IVF{lists}_HNSW32" if lists >= 1 << 16 else f"IVF{lists}"
+    whole = [f"HNSW{HNSW_LINKS}_{HALF}", f"{coarse},{HALF}"]
+    if precision == "float32":
+        whole = [f"HNSW{HNSW_LINKS}", f"{coarse},Flat"]
+    return [*whole, *(f"{coarse},{code}" for code in ("SQ8", *RABITQ))]
+
+
+def centroids(vectors: int) -> int:
+    """Number of inverted lists, after autofaiss."""
+    if vectors < 1_000_000:
+        return int(4 * math.sqrt(vectors))
+    if vectors < 10_000_000:
+        return 1 << 14
+    return 1 << 16 if vectors < 300_000_000 else 1 << 17
+
+
+def new(factory: str, dimension: int) -> Any:
+    """Create an empty inner-product index.
+
+    Raises:
+        InputError: FAISS knows no such type, or it is not supported.
+    """
+    try:
+        index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
+    except RuntimeError as error:
+        said = str(error).rsplit(": ", 1)[-1]
+        fault = f"FAISS makes no such index of {dimension} dimensions ({said})"
+        raise InputError.of(
+            "factory", factory, fault, "give one like HNSW32 or IVF1024,Flat, or leave it out"
+        ) from error
+    kinds = (faiss.IndexFlat, faiss.IndexHNSW, faiss.IndexIVF)
+    metric = index.metric_type == faiss.METRIC_INNER_PRODUCT
+    if not isinstance(index, kinds) or not metric or hasattr(index, "pq"):
+        fault = f"makes a {type(index).__name__}, which is not supported"
+        raise InputError.of("factory", factory, fault, "give Flat, or an HNSW or IVF type with Flat, SQ or RaBitQ")
+    if isinstance(index, faiss.IndexHNSW):
+        index.hnsw.efConstruction = EF_CONSTRUCTION
+    if isinstance(index, faiss.IndexIVF) and _is_half(index):
+        index.by_residual = False  # store the vectors themselves
+    return index
+
+
+def _is_half(index: Any) -> bool:
+    """Whether the codes of an index are numbers in float16."""
+    kinds = (faiss.IndexScalarQuantizer, faiss.IndexIVFScalarQuantizer)
+    return isinstance(index, kinds) and bool(index.sq.qtype == faiss.ScalarQuantizer.QT_fp16)
+
+
+def storage(index: Any) -> Any:
+    """The index in which a graph stores its vectors; another index itself."""
+    return faiss.downcast_index(index.storage) if isinstance(index, faiss.IndexHNSW) else index
+
+
+def holds_originals(index: Any, precision: str) -> bool:
+    """Whether the index stores vectors of this precision unchanged and contiguously."""
+    inner = storage(index)
+    flat_half = isinstance(inner, faiss.IndexScalarQuantizer) and _is_half(inner)
+    return isinstance(inner, faiss.IndexFlat) or (flat_half and precision == "float16")
+
+
+def is_lossy(index: Any, precision: str) -> bool:
+    """Whether scores of vectors of this precision are approximate, so that candidates are reranked by the vectors."""
+    if holds_originals(index, precision) or isinstance(index, faiss.IndexIVFFlat):
+        return False
+    return not (isinstance(index, faiss.IndexIVF) and _is_half(index) and precision == "float16")
+
+
+def memory(factory: str, dimension: int, vectors: int) -> int:
+    """Bytes of an index on disk, and in memory once all of it was read.
+
+    Raises:
+        InputError: see `new`.
+    """
+    return index_bytes(new(factory, dimension), vectors)
+
+
+def index_bytes(index: Any, vectors: int) -> int:
+    """Bytes of an empty index once it holds `vectors` vectors."""
+    if isinstance(index, faiss.IndexHNSW):
+        lowest, above = index.hnsw.nb_neighbors(0), index.hnsw.nb_neighbors(1)
+        levels = above / (above - 1) if above > 1 else 0  # each level has 1/above of the one below
+        links = int(vectors * (4 * (lowest + levels) + 12))  # with level and offset
+        return index_bytes(faiss.downcast_index(index.storage), vectors) + links
+    if isinstance(index, faiss.IndexIVF):
+        return index_bytes(faiss.downcast_index(index.quantizer), index.nlist) + vectors * (index.code_size + 8)
+    return vectors * int(index.sa_code_size())
+
+
+def build(factory: str, vectors: np.ndarray) -> Any:
+    """Train an index on a sample and add all vectors in blocks.
+
+    Args:
+        vectors: (n, d) unit vectors, possibly memory-mapped.
+
+    Raises:
+        InputError: the type needs more vectors.
+    """
+    n, d = vectors.shape
+    index = new(factory, d)
+    if not index.is_trained:
+        least = index.nlist if isinstance(index, faiss.IndexIVF) else 1
+        if n < least:
+            fault = f"training takes {least} vectors and a shard has {n}"
+            raise InputError.of(
+                "factory", factory, fault, "give a type with fewer lists, fewer shards, or leave factory out"
+            )
+        index.train(sample(vectors, TRAINING_POINTS * max(least, 256)))
+    for block in blocks(vectors):
+        index.add(block)
+    return index
+
+
+def sample(vectors: np.ndarray, count: int, seed: int = 0) -> np.ndarray:
+    """Draw at most `count` vectors without replacement; the same ones every time, in row order."""
+    if len(vectors) <= count:
+        return np.ascontiguousarray(vectors, dtype=np.float32)
+    rows = np.sort(np.random.default_rng(seed).choice(len(vectors), count, replace=False))
+    return np.ascontiguousarray(vectors[rows], dtype=np.float32)
+
+
+def blocks(vectors: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield all vectors in contiguous float32 blocks."""
+    for start in range(0, len(vectors), BLOCK):
+        yield np.ascontiguousarray(vectors[start : start + BLOCK], dtype=np.float32)
+
+
 class Searcher:
     """Search over n vectors of d dimensions.
 
     Args:
         originals: (n, d) float16 or float32 vectors, possibly memory-mapped; None if the index stores them unchanged.
-        gpu: run unfiltered searches on the GPUs of this process, one call at a time; graphs stay on CPUs.
+        parameters: as `calibrate` found them.
     """
 
     def __init__(
-        self,
-        index: Any,
-        originals: np.ndarray | None = None,
-        parameters: Mapping[str, int] | None = None,
-        gpu: bool = False,
+        self, index: Any, originals: np.ndarray | None = None, parameters: Mapping[str, int] | None = None
     ) -> None:
         self.index = index
         self._size = int(index.ntotal)
@@ -64,8 +233,6 @@ class Searcher:
         self.lossy = is_lossy(index, str(self.originals.dtype))
         self.parameters: dict[str, int] = {}
         self.use(parameters or {})
-        self._on_gpus = on_gpus(index) if gpu and not isinstance(index, faiss.IndexHNSW) else None
-        self._one_at_a_time = threading.Lock()  # FAISS's scratch memory on a GPU serves one call
 
     def __len__(self) -> int:
         return self._size
@@ -97,16 +264,17 @@ class Searcher:
             (q, k) float32 scores and (q, k) int64 rows by (score, row), descending; padded with row -1.
         """
         vectors = np.ascontiguousarray(vectors, dtype=np.float32)
-        everything = keep is None or bool(keep.all())
+        if keep is not None and keep.all():
+            keep = None
         if self.exact:
-            return self._flat(vectors, k, None if everything else keep)
-        if keep is None or everything:
-            scores, rows = self._best(vectors, *self._nearest(vectors, k * self._rerank), k)
-            short = (rows >= 0).sum(axis=1) < min(k, len(self))  # the visited lists held fewer
-            if short.any():
-                scores[short], rows[short] = self._filtered(vectors[short], k, np.ones(len(self), bool))
-            return scores, rows
-        return self._filtered(vectors, k, keep)
+            return self._flat(vectors, k, keep)
+        if keep is not None:
+            return self._filtered(vectors, k, keep)
+        scores, rows = self._best(vectors, *self._nearest(vectors, k * self._rerank), k)
+        short = (rows >= 0).sum(axis=1) < min(k, len(self))  # the visited lists held fewer
+        if short.any():
+            scores[short], rows[short] = self._filtered(vectors[short], k, np.ones(len(self), bool))
+        return scores, rows
 
     def _flat(self, vectors: np.ndarray, k: int, keep: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Exact search with ties by row. FAISS keeps the first rows of equal scores, so it is asked for more if the next score
@@ -153,25 +321,22 @@ class Searcher:
 
     def _nearest(self, vectors: np.ndarray, count: int, asked: Any = None) -> tuple[np.ndarray, np.ndarray]:
         """Search the index itself; the effort grows with `count` beyond the ten hits of the calibration."""
-        on_gpus = self._on_gpus if asked is None and count <= MAX_ON_GPU else None
         if not self.exact and (harder := count / (NEAR * self._rerank)) > 1:
             if isinstance(self.index, faiss.IndexHNSW):
                 asked = faiss.SearchParametersHNSW(efSearch=math.ceil(self.index.hnsw.efSearch * harder))
             else:
                 lists = min(self.index.nlist, math.ceil(self.index.nprobe * harder))
                 asked = faiss.SearchParametersIVF(nprobe=lists, **self._coarse(lists))
-        if on_gpus is None:
-            return self.index.search(vectors, count, params=asked)
-        with self._one_at_a_time:
-            return on_gpus.search(vectors, count, params=asked)
+        scores, rows = self.index.search(vectors, count, params=asked)
+        return scores, rows
 
     def _best(self, vectors: np.ndarray, scores: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Rerank candidates of lossy types and keep the best `k`; row -1 is padding."""
         if self.lossy:
             scores = np.full_like(scores, -np.inf)
             for query, candidates in enumerate(rows):
-                found = candidates >= 0
-                scores[query, found] = self.vectors(candidates[found]) @ vectors[query]
+                filled = candidates >= 0
+                scores[query, filled] = self.vectors(candidates[filled]) @ vectors[query]
         scores, rows = _ordered(scores, rows)
         return scores[:, :k], rows[:, :k]
 
@@ -186,12 +351,12 @@ class Searcher:
         # Enough if the kept rows are spread evenly, plus three standard deviations.
         count = math.ceil((wanted + 3 * math.sqrt(wanted * (1 - share))) / share) if kept else 0
         while left.size and max(EXACT_BELOW, self._compared(count)) < kept:
-            near, found = self._nearest(vectors[left], count)
-            dropped = (found < 0) | ~keep[found]
-            near[dropped], found[dropped] = -np.inf, -1
+            near, candidates = self._nearest(vectors[left], count)
+            dropped = (candidates < 0) | ~keep[candidates]
+            near[dropped], candidates[dropped] = -np.inf, -1
             enough = (~dropped).sum(axis=1) >= wanted
             done = left[enough]
-            scores[done], rows[done] = self._best(vectors[done], near[enough], found[enough], k)
+            scores[done], rows[done] = self._best(vectors[done], near[enough], candidates[enough], k)
             left = left[~enough]
             count *= _WIDEN
         if left.size and kept:
@@ -312,21 +477,21 @@ class Neighbours:
         self.rows = np.concatenate([rows, np.full_like(rows, _SYNTHETIC)])
         k = min(NEAR + 1, len(vectors))
         scores = np.empty((len(self.rows), 0), dtype=np.float32)
-        found = np.empty((len(self.rows), 0), dtype=np.int64)
+        nearest = np.empty((len(self.rows), 0), dtype=np.int64)
         start = 0
         for block in blocks(vectors):
             best, places = faiss.knn(self.queries, block, min(k, len(block)), faiss.METRIC_INNER_PRODUCT)
-            both = np.concatenate([scores, best], axis=1), np.concatenate([found, places + start], axis=1)
-            scores, found = (part[:, :k] for part in _ordered(*both))
+            both = np.concatenate([scores, best], axis=1), np.concatenate([nearest, places + start], axis=1)
+            scores, nearest = (part[:, :k] for part in _ordered(*both))
             start += len(block)
-        self._scores = _without(self.rows, scores, found)
+        self._scores = _without(self.rows, scores, nearest)
 
     def recall(self, searcher: Searcher) -> float:
         """Recall@10 of a searcher: the lower of passages and synthetic queries. Hits tied with the tenth count."""
         k = self._scores.shape[1]
         scores = _without(self.rows, *searcher.search(self.queries, k + 1))[:, :k]
-        found = (scores >= self._scores[:, -1:] - _TIE).reshape(2, -1)
-        return float(found.mean(axis=1).min())
+        as_near = (scores >= self._scores[:, -1:] - _TIE).reshape(2, -1)
+        return float(as_near.mean(axis=1).min())
 
 
 def _synthetic_queries(vectors: np.ndarray) -> np.ndarray:
@@ -337,8 +502,8 @@ def _synthetic_queries(vectors: np.ndarray) -> np.ndarray:
     return QUERY_COSINE * vectors + np.float32(math.sqrt(1 - QUERY_COSINE**2)) * aside
 
 
-def _without(rows: np.ndarray, scores: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """Drop the score of the query itself, or the last one if the query is not among the hits."""
-    others = found != rows[:, None]
+def _without(rows: np.ndarray, scores: np.ndarray, nearest: np.ndarray) -> np.ndarray:
+    """Drop the score of the query itself, or the last one if the query is not among its nearest rows."""
+    others = nearest != rows[:, None]
     others[others.all(axis=1), -1] = False
-    return np.where(found >= 0, scores, -np.inf)[others].reshape(len(rows), -1)
+    return np.where(nearest >= 0, scores, -np.inf)[others].reshape(len(rows), -1)

@@ -1,12 +1,12 @@
+"""Types of FAISS index, and searches against brute force in float64."""
+
 from __future__ import annotations
 
 import os
+import re
 import resource
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import faiss
 import numpy as np
@@ -14,9 +14,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infembed_ray.retrieval import searcher as searcher_module
-from infembed_ray.retrieval.factory import build
-from infembed_ray.retrieval.searcher import Neighbours, Searcher, calibrate
+from infembed_ray.errors import InputError
+from infembed_ray.retrieval import faiss_index
+from infembed_ray.retrieval.faiss_index import (
+    EXACT_BELOW,
+    GIB,
+    Neighbours,
+    Searcher,
+    build,
+    calibrate,
+    candidates,
+    choose,
+    memory,
+    new,
+)
 from tests.retrieval.vectors import clustered_vectors, unit_vectors
 
 KINDS = (
@@ -57,16 +68,15 @@ def test_filtered_search_is_complete_with_exact_scores(kind: str, data: st.DataO
     keep = rng.random(len(searcher)) < share
     queries = np.concatenate([unit_vectors(2, 16, int(rng.integers(2**32))), searcher.originals[:2]])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(searcher_module, "EXACT_BELOW", data.draw(st.sampled_from([0, 10_000])))
+        patch.setattr(faiss_index, "EXACT_BELOW", data.draw(st.sampled_from([0, 10_000])))
         scores, rows = searcher.search(queries, k, keep)
     products, best = brute_force(searcher, queries, keep, k)
     assert scores.shape == rows.shape == (4, k)
-    found = rows >= 0
-    assert (found.sum(axis=1) == best.shape[1]).all()
-    assert keep[rows[found]].all()
-    np.testing.assert_allclose(
-        scores[found], np.take_along_axis(products, np.maximum(rows, 0), axis=1)[found], atol=1e-5
-    )
+    filled = rows >= 0
+    assert (filled.sum(axis=1) == best.shape[1]).all()
+    assert keep[rows[filled]].all()
+    expected = np.take_along_axis(products, np.maximum(rows, 0), axis=1)
+    np.testing.assert_allclose(scores[filled], expected[filled], atol=1e-5)
     for row, score in zip(rows, scores, strict=True):
         assert len(set(row[row >= 0])) == best.shape[1]
         ranking = list(zip(score.tolist(), row.tolist(), strict=True))
@@ -80,7 +90,7 @@ def test_filtered_search_is_complete_with_exact_scores(kind: str, data: st.DataO
 @pytest.mark.parametrize("least", [-1.0, -0.2, 0.2, 0.6, 0.9])
 def test_a_filter_may_drop_everything_near_the_query(kind: str, least: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Filters correlate with topics: the filter drops every vector nearer than `least`."""
-    monkeypatch.setattr(searcher_module, "EXACT_BELOW", 100)
+    monkeypatch.setattr(faiss_index, "EXACT_BELOW", 100)
     searcher = searcher_of(kind, 12_000, 32)
     shares = []
     for query in searcher.originals[::1200]:
@@ -91,13 +101,6 @@ def test_a_filter_may_drop_everything_near_the_query(kind: str, least: float, mo
         best = np.sort(products[keep])[::-1][:10]
         shares += (scores[0, : len(best)] >= best[-1:] - 1e-6).tolist()
     assert not shares or np.mean(shares) >= 0.97
-
-
-def test_equal_scores_come_by_row_descending() -> None:
-    same = np.repeat(unit_vectors(3, 8), 5, axis=0)
-    searcher = Searcher(build("Flat", same))
-    _, rows = searcher.search(same[:1], 5)
-    assert rows.tolist() == [[4, 3, 2, 1, 0]]
 
 
 def test_candidates_of_a_mapped_file_are_read_without_their_surroundings(tmp_path: Path) -> None:
@@ -139,8 +142,8 @@ def test_calibration_reaches_its_aim_and_agrees_with_an_oracle(kind: str) -> Non
         for query, row in zip(queries, themselves, strict=True):
             products = searcher.originals.astype(np.float64) @ query
             others = [r for r in np.argsort(-products).tolist() if r != row][:10]
-            _, found = searcher.search(query[None].astype(np.float32), 11)
-            shares.append(len(set(others) & set([r for r in found[0].tolist() if r != row][:10])) / 10)
+            _, rows_of = searcher.search(query[None].astype(np.float32), 11)
+            shares.append(len(set(others) & set([r for r in rows_of[0].tolist() if r != row][:10])) / 10)
         figures.append(np.mean(shares))
     assert min(figures) == pytest.approx(recall, abs=0.02)
 
@@ -157,8 +160,7 @@ def test_calibration_takes_the_cheapest_parameters() -> None:
 def test_duplicate_passages_count_as_each_other() -> None:
     """Which copies are the ten nearest is arbitrary, and indexes differ in it."""
     vectors = np.repeat(unit_vectors(40, 16), 50, axis=0)
-    made = Searcher(build("IVF8,Flat", vectors), vectors)
-    assert calibrate(made)[1] >= 0.98
+    assert calibrate(Searcher(build("IVF8,Flat", vectors), vectors))[1] >= 0.98
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 9, 30])
@@ -184,7 +186,7 @@ def test_ties_at_the_last_place_go_to_the_highest_rows(k: int, queries: int) -> 
 
 def test_short_lists_do_not_shorten_the_result() -> None:
     vectors = clustered_vectors(3000, 16, 300)
-    searcher = Searcher(build("IVF300,Flat", vectors), vectors, {searcher_module.NPROBE: 1})
+    searcher = Searcher(build("IVF300,Flat", vectors), vectors, {faiss_index.NPROBE: 1})
     scores, rows = searcher.search(unit_vectors(50, 16), 40)
     assert (rows >= 0).all()
     assert (np.diff(scores, axis=1) <= 0).all()
@@ -195,7 +197,7 @@ def test_short_lists_do_not_shorten_the_result() -> None:
 def test_recall_includes_queries_that_are_not_passages() -> None:
     """A graph finds less for queries beside its vectors than for its own vectors."""
     vectors = clustered_vectors(3000, 128, 30)
-    searcher = Searcher(build("HNSW8", vectors), parameters={searcher_module.EF_SEARCH: 16})
+    searcher = Searcher(build("HNSW8", vectors), parameters={faiss_index.EF_SEARCH: 16})
     passages = vectors[::10]
     scores, _ = searcher.search(passages, 10)
     _, best = brute_force(searcher, passages, np.ones(len(vectors), bool), 10)
@@ -203,46 +205,106 @@ def test_recall_includes_queries_that_are_not_passages() -> None:
     assert Neighbours(vectors, np.arange(0, 3000, 10)).recall(searcher) < 0.94
 
 
-class OnOneGpu:
-    """A CPU index that fails on concurrent searches."""
+# --------------------------------------------------------------------------------------------------- the types
 
-    def __init__(self, index: Any) -> None:
-        self.calls = 0
-        self._index = index
-        self._free = threading.Lock()
 
-    def search(self, vectors: np.ndarray, k: int, params: Any) -> tuple[np.ndarray, np.ndarray]:
-        assert self._free.acquire(blocking=False), "FAISS allows one call at a time on a GPU"
-        try:
-            self.calls += 1
-            return self._index.search(vectors, k, params=params)
-        finally:
-            self._free.release()
+def test_without_a_memory_limit_small_shards_are_exact_and_large_ones_graphs() -> None:
+    assert [choose(n, 384, None) for n in (0, EXACT_BELOW - 1, EXACT_BELOW, 10**9)] == [
+        "Flat",
+        "Flat",
+        "HNSW32_SQfp16",
+        "HNSW32_SQfp16",
+    ]
+    assert choose(EXACT_BELOW, 384, None, precision="float32") == "HNSW32"
+
+
+def test_less_memory_drops_the_graph_then_the_vectors_then_precision() -> None:
+    """Ten million passages of a 7B model's dimension, in ever less memory."""
+    chosen = [choose(10_000_000, 3584, gib) for gib in (200, 69, 50, 20, 15, 8)]
+    assert chosen == [
+        "HNSW32_SQfp16",
+        "IVF65536_HNSW32,SQfp16",
+        "IVF65536_HNSW32,SQ8",
+        "IVF65536_HNSW32,RaBitQ4",
+        "IVF65536_HNSW32,RaBitQ2",
+        "IVF65536_HNSW32,RaBitQ",
+    ]
+    assert [choose(10_000_000, 3584, gib, precision="float32") for gib in (200, 136)] == [
+        "HNSW32",
+        "IVF65536_HNSW32,Flat",
+    ]
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kind", ["Flat", "IVF16,Flat", "IVF16,RaBitQ"])
-def test_threads_take_turns_on_a_gpu_and_find_what_the_cpu_finds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    vectors = clustered_vectors(1500, 16, 40)
-    index, queries = build(kind, vectors), unit_vectors(64, 16, 7)
-    parameters = {} if kind == "Flat" else {"nprobe": 4, "rerank": 4}
-    on_cpu = Searcher(index, vectors, parameters)
-    monkeypatch.setattr(searcher_module, "on_gpus", OnOneGpu)
-    searcher = Searcher(index, vectors, parameters, gpu=True)
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda query: searcher.search(query[None], 30)[1][0], queries))
-    assert np.array_equal(found, on_cpu.search(queries, 30)[1])
-    assert searcher._on_gpus.calls >= len(queries)
-    keep = np.arange(len(vectors)) % 2 == 0
-    assert np.array_equal(searcher.search(queries, 5, keep)[1], on_cpu.search(queries, 5, keep)[1])
+@settings(max_examples=20)
+@given(n=st.integers(EXACT_BELOW, 900_000), d=st.sampled_from([64, 384, 1024]), share=st.floats(0.001, 1.5))
+def test_the_choice_is_the_best_that_fits(n: int, d: int, share: float) -> None:
+    gib = memory("HNSW32", d, n) * share / GIB
+    try:
+        chosen = choose(n, d, gib)
+    except InputError:
+        assert all(memory(name, d, n) > gib * GIB for name in candidates(n))
+        return
+    names = candidates(n)
+    sizes = [memory(name, d, n) for name in names]
+    assert sizes == sorted(sizes, reverse=True) or n < 100_000  # centroids and RaBitQ's bytes beside a code count
+    assert memory(chosen, d, n) <= gib * GIB
+    assert all(memory(name, d, n) > gib * GIB for name in names[: names.index(chosen)])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not hasattr(faiss, "StandardGpuResources"), reason="this FAISS runs on CPUs only")
-@pytest.mark.parametrize("kind", ["Flat", "IVF64,Flat"])
-def test_a_gpu_finds_what_the_cpu_finds(kind: str) -> None:
-    vectors = clustered_vectors(20_000, 32, 200)
-    index, queries = build(kind, vectors), unit_vectors(100, 32, 7)
-    parameters = {} if kind == "Flat" else {"nprobe": 8}
-    on_gpu, on_cpu = (Searcher(index, vectors, parameters, gpu) for gpu in (True, False))
-    assert np.mean(on_gpu.search(queries, 10)[1] == on_cpu.search(queries, 10)[1]) > 0.99
+def test_a_given_type_must_fit_the_memory() -> None:
+    assert choose(100_000, 384, 0.2, given="HNSW32") == "HNSW32"
+    assert choose(100_000, 384, None, given="Flat") == "Flat"
+    with pytest.raises(InputError) as refused:
+        choose(100_000, 384, 0.1, given="HNSW32")
+    assert [(fault.setting, fault.value) for fault in refused.value.faults] == [("memory_gib", 0.1)]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Flat",
+        "HNSW32",
+        "HNSW8_SQ8",
+        "IVF64,Flat",
+        "IVF64_HNSW16,Flat",
+        "IVF16,SQ8",
+        "HNSW8_SQfp16",
+        "IVF8,SQfp16",
+        "IVF16,RaBitQ",
+        "IVF16_HNSW8,RaBitQ4",
+    ],
+)
+def test_memory_is_the_size_of_the_file_that_faiss_writes(name: str, tmp_path: Path) -> None:
+    n, d = 4000, 32
+    index = build(name, unit_vectors(n, d))
+    faiss.write_index(index, str(tmp_path / "index"))
+    assert memory(name, d, n) == pytest.approx((tmp_path / "index").stat().st_size, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nonsense",
+        "IVF,Flat",
+        "LSH",
+        "HNSW16_PQ8",
+        "IDMap,Flat",
+        "PQ8",
+        "IVF4,PQ4",
+        "PCA8,Flat",
+        "IVF4,Flat,RFlat",
+        "RaBitQ",
+        "",
+    ],
+)
+def test_impossible_and_unsuitable_types_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match=f"^factory={re.escape(name)}: ") as refusal:
+        new(name, 32)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_type_made_for_more_vectors_is_refused() -> None:
+    with pytest.raises(InputError, match="factory=IVF64,Flat: training takes 64 vectors and a shard has 63"):
+        build("IVF64,Flat", unit_vectors(63, 8))
