@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from infembed_ray.config.base import Settings
+from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.config.training import TrainSettings
 
 Tokens = Annotated[int, Field(ge=1)]
 
 
 class _WithoutFiles(Settings):
-    """Settings of a training without its records and output."""
+    """Settings of a verb whose inputs and output a plan does without."""
 
     @classmethod
-    def __pydantic_init_subclass__(cls, **_: object) -> None:
-        for name in ("records", "output"):
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for name in {"records", "corpus", "output"} & cls.model_fields.keys():
             cls.model_fields[name].default = ""
         cls.model_rebuild(force=True)
 
@@ -33,3 +34,10 @@ class PlanTrainSettings(_WithoutFiles, TrainSettings):
     epoch_records: int = Field(38_759, ge=1, description="records of an epoch")
     tokens: tuple[Tokens, Tokens, Tokens] = Field((48, 11, 75), description="tokens of instruction, query, passage")
     mfu: float = Field(0.4, gt=0, lt=1, description="share of the peak (MFU) of a step without recomputation")
+
+
+class PlanIndexSettings(_WithoutFiles, IndexSettings):
+    """`infembed plan index`: the settings of an index, and the size of its corpus, which is not read."""
+
+    passages: int = Field(1_000_000, ge=1, description="passages of the corpus")
+    passage_tokens: int = Field(75, ge=1, description="mean tokens of a passage")

@@ -155,5 +155,11 @@ PLANS = {
         "planning:PlanTrainSettings",
         "plan train model=Qwen/Qwen2.5-7B precision=bf16 workers=8",
     ),
+    "plan index": Verb(
+        "estimate types, memory and disk of an index",
+        "planning.index:plan",
+        "planning:PlanIndexSettings",
+        "plan index model=Qwen/Qwen2.5-7B passages=1000000",
+    ),
 }
 """Plans. A plan prints; it runs and writes nothing."""

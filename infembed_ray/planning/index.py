@@ -1,15 +1,21 @@
-"""What `infembed index --dry-run` says: the types, memory and disk of an index."""
+"""`infembed plan index` and `infembed index --dry-run`: memory and disk of an index, by FAISS's own layout (`retrieval.faiss_index`)."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from infembed_ray.config.planning import PlanIndexSettings
 from infembed_ray.config.retrieval import IndexSettings, Precision
-from infembed_ray.errors import check_all
+from infembed_ray.config.training import TrainSettings
+from infembed_ray.errors import InputError, check_all
+from infembed_ray.planning.backbones import load
+from infembed_ray.progress import aligned
 from infembed_ray.records.tables import data_files
 from infembed_ray.retrieval import faiss_index
 from infembed_ray.retrieval.build import check_model, choose_build, prepare, prepare_engine, work_root
@@ -19,6 +25,8 @@ from infembed_ray.retrieval.versions import compacted_from
 from infembed_ray.storage.dry_run import gib, require_space, state
 from infembed_ray.storage.places import address, listing
 
+_TEXT_BYTES = 400 / 75
+"""Bytes of a passage's text and metadata per token."""
 _PASSAGE_OVERHEAD = 56
 """Approximate bytes of a passage's id, its offsets in Arrow columns and its entry in the sorted ids."""
 
@@ -31,6 +39,69 @@ def shard_size(
     memory = faiss_index.index_bytes(index, vectors)
     originals = 0 if faiss_index.holds_originals(index, precision) else np.dtype(precision).itemsize * dimension
     return memory, memory + vectors * (passage_bytes + _PASSAGE_OVERHEAD + originals)
+
+
+@dataclass(frozen=True)
+class TypeSizes:
+    """Bytes of an index of one FAISS type, all shards together: in memory, one copy, while searched; and on disk."""
+
+    factory: str
+    memory: float
+    disk: float
+
+
+@dataclass(frozen=True)
+class IndexPlan:
+    """An index of `shards` shards.
+
+    Attributes:
+        types: in the order in which `infembed index` prefers them, then exact search.
+        chosen: the type that `infembed index` chooses.
+    """
+
+    model: str
+    dimension: int
+    passages: int
+    shards: int
+    types: tuple[TypeSizes, ...]
+    chosen: str
+
+
+def plan(settings: PlanIndexSettings) -> IndexPlan:
+    """Estimate every type; nothing is built.
+
+    Raises:
+        InputError: the settings do not fit each other or the model, or no type fits `memory_gib`.
+    """
+    of_model = load(TrainSettings(model=settings.model, records="", output="")).dimension
+    dimension = settings.dimensions or of_model
+    if dimension > of_model:
+        raise InputError.of("dimensions", dimension, f"the model has {of_model}", "give as many or fewer")
+    vectors, precision = math.ceil(settings.passages / settings.shards), settings.vectors
+    chosen = faiss_index.choose(vectors, dimension, settings.memory_gib, settings.shards, settings.factory, precision)
+    types = [] if settings.factory else faiss_index.candidates(vectors, precision)
+    sizes = []
+    for factory in dict.fromkeys([*types, chosen, "Flat"]):
+        memory, disk = shard_size(factory, dimension, vectors, settings.passage_tokens * _TEXT_BYTES, precision)
+        sizes.append(TypeSizes(factory, memory * settings.shards, disk * settings.shards))
+    return IndexPlan(settings.model, dimension, settings.passages, settings.shards, tuple(sizes), chosen)
+
+
+def as_text(planned: IndexPlan) -> str:
+    """Format the plan for people."""
+    rows = [["", "type", "bytes a vector", "memory", "disk"]]
+    for sizes in planned.types:
+        mark, each = ">" * (sizes.factory == planned.chosen), f"{sizes.memory / planned.passages:,.0f}"
+        rows.append([mark, sizes.factory, each, gib(sizes.memory), gib(sizes.disk)])
+    head = f"{planned.model}: {planned.dimension} dimensions; {planned.passages:,} passages in shards={planned.shards}"
+    return "\n".join(
+        [head, "", *aligned(rows), "", "> what `infembed index` chooses. Memory is that of one copy, while searched."]
+    )
+
+
+def as_json(planned: IndexPlan) -> str:
+    """Format the plan as JSON; sizes are bytes."""
+    return json.dumps(asdict(planned), indent=2)
 
 
 def describe(settings: IndexSettings) -> Iterator[str]:
