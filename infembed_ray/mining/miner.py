@@ -107,10 +107,9 @@ class Miner:
 
     def __init__(self, settings: MineSettings, index: str, teacher: RetrieverSettings | None, device: str) -> None:
         self._settings = settings
-        self._index = Index.open(index)
-        facts = self._index.facts
+        facts = Index.describe(index).facts
         self._encoder = InstructionEncoder.from_pretrained(facts.model, dimensions=facts.dimensions, device=device)
-        self._index.require_encoder(self._encoder.fingerprint())
+        self._index = Index.open(index, self._encoder.fingerprint())
         self._teacher = None if teacher is None else baselines.load(teacher, device, BATCH_TOKENS)
 
     def mine(self, rows: Sequence[Example], known_positives: KnownPositives) -> Mined:

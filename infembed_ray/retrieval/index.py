@@ -106,7 +106,7 @@ class Index:
         index = cls.describe(path)
         index.shards = [Shard.open(index.path, shard) for shard in index.facts.shards]
         if encoder_fingerprint is not None:
-            index.require_encoder(encoder_fingerprint)
+            index.facts.require_encoder(encoder_fingerprint, index.path)
         return index
 
     @classmethod
@@ -119,10 +119,6 @@ class Index:
         root = find_input(str(path), "index")
         manifest = read_manifest(root, "index")
         return cls(root, manifest["identity"], IndexFacts.of_manifest(manifest, root), [])
-
-    def require_encoder(self, fingerprint: str) -> None:
-        """Raise InputError unless this encoder built the index."""
-        self.facts.require_encoder(fingerprint, self.path)
 
     @property
     def changes(self) -> Place:

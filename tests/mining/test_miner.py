@@ -1,5 +1,7 @@
 """Mined negatives against brute force over all passages, with the index's encoder and with teachers."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -100,8 +102,10 @@ def test_the_encoder_of_the_index_mines_what_brute_force_does(encoder, index, ch
     chosen = settings(index, **changes)
     made = Miner(chosen, index, None, "cpu").mine(ROWS, known_positives(lambda: ROWS))
 
+    queries, passages = cache(encoder.encode_queries), cache(encoder.encode_passages)
+
     def cosine(row, passage):
-        return float(encoder.encode_queries(row.query, row.instruction) @ encoder.encode_passages(passage))
+        return float(queries(row.query, row.instruction) @ passages(passage))
 
     expected, left_out = by_brute_force(chosen, encoder, cosine)
     assert [row.negatives for row in made.rows] == expected
@@ -120,11 +124,15 @@ def test_a_teacher_judges_in_its_place_and_its_scores_are_written(encoder, index
     alone = baselines.load(teacher, "cpu", 4096)
     made = Miner(chosen, index, teacher, "cpu").mine(ROWS, known_positives(lambda: ROWS))
 
+    if kind == "encoder":
+        queries = cache(lambda query: alone.encode_queries([query])[0])
+        passages = cache(lambda passage: alone.encode_passages([passage])[0])
+
     def score(row, passage):
         query = Query("1", row.query, row.instruction)
         if kind == "cross-encoder":
             return float(alone.score([(query, passage)])[0])
-        return float(alone.encode_queries([query])[0] @ alone.encode_passages([passage])[0])
+        return float(queries(query) @ passages(passage))
 
     def judge(row, passage):
         return 1 / (1 + np.exp(-score(row, passage))) if kind == "cross-encoder" else score(row, passage)

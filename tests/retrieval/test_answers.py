@@ -15,7 +15,7 @@ QUERIES = 3
 
 
 @pytest.mark.integration
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.lists(st.lists(HITS, max_size=6), min_size=QUERIES, max_size=QUERIES), min_size=1, max_size=4),
     st.integers(1, 20),

@@ -195,8 +195,6 @@ def test_faults_found_by_workers_are_one_line(
 
     refuse("cpus_per_shard=1000: this machine has .* CPU; lower it, or run on a cluster", cpus_per_shard=1000)
     refuse("gpus_per_actor=100: this machine has .* GPU; lower it", gpus_per_actor=100)  # Ray would wait without end
-    rows: list[dict[str, Any]] = [{"id": "a", "text": "x"}, {"id": "b", "text": "z"}, {"id": "a", "text": "y"}]
-    refuse("id a is a duplicate", corpus=write_corpus(tmp_path / "twice.jsonl", rows))
     encoder = InstructionEncoder.from_pretrained(minilm)
     dict(encoder.backbone.named_parameters())["encoder.layer.0.output.dense.weight"].data.fill_(3e38)  # overflows
     encoder.save_pretrained(tmp_path / "broken")

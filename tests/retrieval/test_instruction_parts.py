@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infembed_ray.retrieval.instruction_parts import away, split
@@ -149,6 +149,7 @@ WORDS = st.sampled_from(
 )
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(WORDS, max_size=25).map(" ".join) | st.text(max_size=60))
 def test_spans_are_ordered_parts_of_the_instruction(instruction: str) -> None:
     parts = split(instruction)
