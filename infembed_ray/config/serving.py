@@ -72,6 +72,7 @@ class ServeSettings(Settings):
     )
     shard_replicas: int = Field(1, ge=1, description="replicas of every shard")
     gpus_per_encoder: float = Field(0.0, ge=0, description="GPUs per encoder replica")
+    gpus_per_shard: float = Field(0.0, ge=0, description="GPUs per shard replica, for search on GPUs (faiss-gpu)")
     cpus_per_encoder: float = Field(1.0, gt=0, description="CPUs and threads per encoder replica")
     cpus_per_shard: float = Field(0.1, gt=0, description="CPUs per shard replica; each has at least one thread")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(

@@ -7,7 +7,9 @@ per dimension. `calibrate` finds the effort of approximate types. Candidates of 
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from mmap import MADV_WILLNEED, PAGESIZE, mmap
 from typing import Any
@@ -45,6 +47,8 @@ LEAST_EF_SEARCH = 384
 """Lower values suffice for passages as queries but not for real ones: over 200,000 passages, 16 found 98.6 % for passages and
 78 % for real queries, 384 found 99.2 %. For the same reason, nprobe is at least the root of the lists."""
 LEAST_RERANK, MAX_RERANK = 4, 64
+MAX_ON_GPU = 2048
+"""Most neighbours of one FAISS search on a GPU."""
 _SYNTHETIC = -2
 """Row of a query that is not one of the vectors."""
 _WIDEN = 4
@@ -215,16 +219,34 @@ def blocks(vectors: np.ndarray) -> Iterator[np.ndarray]:
         yield np.ascontiguousarray(vectors[start : start + BLOCK], dtype=np.float32)
 
 
+def require_gpu_faiss() -> None:
+    """Raise InputError unless FAISS has GPU support."""
+    if not hasattr(faiss, "StandardGpuResources"):
+        remedy = "pip uninstall -y faiss-cpu, then pip install 'infembed-ray[gpu]', or set 0"
+        raise InputError.of("gpus_per_shard", None, "this FAISS runs on CPUs only", remedy)
+
+
+def on_gpus(index: Any) -> Any:
+    """Copy an index to the GPUs of this process."""
+    require_gpu_faiss()
+    return faiss.index_cpu_to_all_gpus(index)
+
+
 class Searcher:
     """Search over n vectors of d dimensions.
 
     Args:
         originals: (n, d) float16 or float32 vectors, possibly memory-mapped; None if the index stores them unchanged.
         parameters: as `calibrate` found them.
+        gpu: run unfiltered searches on the GPUs of this process, one call at a time; graphs stay on CPUs.
     """
 
     def __init__(
-        self, index: Any, originals: np.ndarray | None = None, parameters: Mapping[str, int] | None = None
+        self,
+        index: Any,
+        originals: np.ndarray | None = None,
+        parameters: Mapping[str, int] | None = None,
+        gpu: bool = False,
     ) -> None:
         self.index = index
         self._size = int(index.ntotal)
@@ -233,6 +255,8 @@ class Searcher:
         self.lossy = is_lossy(index, str(self.originals.dtype))
         self.parameters: dict[str, int] = {}
         self.use(parameters or {})
+        self._on_gpus = on_gpus(index) if gpu and not isinstance(index, faiss.IndexHNSW) else None
+        self._one_at_a_time = threading.Lock()  # FAISS's scratch memory on a GPU serves one call
 
     def __len__(self) -> int:
         return self._size
@@ -321,13 +345,15 @@ class Searcher:
 
     def _nearest(self, vectors: np.ndarray, count: int, asked: Any = None) -> tuple[np.ndarray, np.ndarray]:
         """Search the index itself; the effort grows with `count` beyond the ten hits of the calibration."""
+        on_gpus = self._on_gpus if asked is None and count <= MAX_ON_GPU else None
         if not self.exact and (harder := count / (NEAR * self._rerank)) > 1:
             if isinstance(self.index, faiss.IndexHNSW):
                 asked = faiss.SearchParametersHNSW(efSearch=math.ceil(self.index.hnsw.efSearch * harder))
             else:
                 lists = min(self.index.nlist, math.ceil(self.index.nprobe * harder))
                 asked = faiss.SearchParametersIVF(nprobe=lists, **self._coarse(lists))
-        scores, rows = self.index.search(vectors, count, params=asked)
+        with self._one_at_a_time if on_gpus else contextlib.nullcontext():
+            scores, rows = (on_gpus or self.index).search(vectors, count, params=asked)
         return scores, rows
 
     def _best(self, vectors: np.ndarray, scores: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

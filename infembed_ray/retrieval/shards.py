@@ -116,8 +116,11 @@ class Shard:
         return len(self._searcher)
 
     @classmethod
-    def open(cls, root: Place, facts: ShardFacts) -> Shard:
+    def open(cls, root: Place, facts: ShardFacts, gpu: bool = False) -> Shard:
         """Map a shard of the index in `root`; in an object store, copy it to this machine first.
+
+        Args:
+            gpu: search on the GPUs of this process; graphs are searched on CPUs.
 
         Raises:
             InputError: a file is missing, has another size or cannot be opened; or a block of the copy has a wrong checksum.
@@ -133,7 +136,7 @@ class Shard:
         except (OSError, RuntimeError, ValueError):
             verify(directory.parent, replace(facts, name=directory.name))  # names the damaged file
             raise
-        return cls(Searcher(index, originals, facts.search), passages, facts.vectors, lexical)
+        return cls(Searcher(index, originals, facts.search, gpu), passages, facts.vectors, lexical)
 
     def search_rows(self, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Find the rows of each query with the largest inner products, by (score, id), descending.

@@ -75,15 +75,15 @@ def index_application(arguments: IndexArguments | Mapping[str, Any]) -> serve.Ap
     """Build the shards of an index, one deployment each."""
     arguments = IndexArguments.model_validate(arguments)
     settings = arguments.settings
-    cpus = settings.cpus_per_shard
+    cpus, gpus = settings.cpus_per_shard, settings.gpus_per_shard
     in_engine = is_address(arguments.index)
     names = [STORE] if in_engine else [facts.name for facts in Index.describe(arguments.index).facts.shards]
     shards = [
         serve.deployment(
             StoreSearch if in_engine else ShardSearch,
             name=name,
-            ray_actor_options=_actor(cpus, 0, startup.import_modules),
-            max_replicas_per_node=spread(settings.shard_replicas, CPU=cpus),
+            ray_actor_options=_actor(cpus, gpus, startup.import_modules),
+            max_replicas_per_node=spread(settings.shard_replicas, CPU=cpus, GPU=gpus),
             **replicas_of(settings.shard_replicas),
             **limits_of(settings),
         )

@@ -23,7 +23,9 @@ from infembed_ray import __version__, ray_compat
 from infembed_ray.config.serving import DEFAULT_COLLECTION, ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.checkpoint import files_digest, find, local, require_loadable
+from infembed_ray.ray_cluster import on_a_cluster
 from infembed_ray.records.tables import raw_rows
+from infembed_ray.retrieval.faiss_index import require_gpu_faiss
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.milvus import Milvus, MilvusAddress, is_address
 from infembed_ray.retrieval.shard_files import local_directory
@@ -82,6 +84,8 @@ class Plan:
                 f"set {settings.api_keys_env or 'api_keys_env and its variable'} to key1,key2,... or host=127.0.0.1"
             )
             raise InputError.of("host", settings.host, "open to other machines without API keys", remedy)
+        if settings.gpus_per_shard and not on_a_cluster():  # there, GPU nodes have their own FAISS; replicas check it
+            require_gpu_faiss()
         probes = _probe_set(settings)
         collections: dict[str, CollectionSpec] = {}
         for name, place in settings.indexes.items():
@@ -122,6 +126,7 @@ class Plan:
         yield "CPU", "cpus_per_shard", shards, settings.cpus_per_shard
         yield "CPU", "ingress_replicas", settings.ingress_replicas, INGRESS_CPUS
         yield "GPU", "gpus_per_encoder", encoders, settings.gpus_per_encoder
+        yield "GPU", "gpus_per_shard", shards, settings.gpus_per_shard
 
     @property
     def controller_environment(self) -> dict[str, str]:

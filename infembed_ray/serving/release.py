@@ -74,7 +74,7 @@ class EncoderArguments(Arguments):
 class IndexArguments(Arguments):
     """Arguments of `deployments.index_application`."""
 
-    relevant: ClassVar[set[str]] = {"shard_replicas", "cpus_per_shard", "request_timeout_s"}
+    relevant: ClassVar[set[str]] = {"shard_replicas", "gpus_per_shard", "cpus_per_shard", "request_timeout_s"}
     index: str
     """Directory of an index version, its URI in an object store, or its address in an external engine."""
     version: str

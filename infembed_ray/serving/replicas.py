@@ -195,7 +195,7 @@ class ShardSearch:
                 f"{arguments.version}; start `serve` again"
             )
         facts = described.facts
-        base = Shard.open(described.path, facts.shards[number])
+        base = Shard.open(described.path, facts.shards[number], gpu=arguments.settings.gpus_per_shard > 0)
         changes = change_log(described.path, facts)
         self._shard = LiveShard(base, changes, number, facts.folded)
         self._changes = changes.directory

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import re
 import resource
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import faiss
 import numpy as np
@@ -308,3 +311,48 @@ def test_impossible_and_unsuitable_types_are_refused(name: str) -> None:
 def test_a_type_made_for_more_vectors_is_refused() -> None:
     with pytest.raises(InputError, match="factory=IVF64,Flat: training takes 64 vectors and a shard has 63"):
         build("IVF64,Flat", unit_vectors(63, 8))
+
+
+class OnOneGpu:
+    """A CPU index that fails on concurrent searches."""
+
+    def __init__(self, index: Any) -> None:
+        self.calls = 0
+        self._index = index
+        self._free = threading.Lock()
+
+    def search(self, vectors: np.ndarray, k: int, params: Any) -> tuple[np.ndarray, np.ndarray]:
+        assert self._free.acquire(blocking=False), "FAISS allows one call at a time on a GPU"
+        try:
+            self.calls += 1
+            return self._index.search(vectors, k, params=params)
+        finally:
+            self._free.release()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ["Flat", "IVF16,Flat", "IVF16,RaBitQ"])
+def test_threads_take_turns_on_a_gpu_and_find_what_the_cpu_finds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = clustered_vectors(1500, 16, 40)
+    index, queries = build(kind, vectors), unit_vectors(64, 16, 7)
+    parameters = {} if kind == "Flat" else {"nprobe": 4, "rerank": 4}
+    on_cpu = Searcher(index, vectors, parameters)
+    monkeypatch.setattr(faiss_index, "on_gpus", OnOneGpu)
+    searcher = Searcher(index, vectors, parameters, gpu=True)
+    with ThreadPoolExecutor(8) as threads:
+        rows = list(threads.map(lambda query: searcher.search(query[None], 30)[1][0], queries))
+    assert np.array_equal(rows, on_cpu.search(queries, 30)[1])
+    assert searcher._on_gpus.calls >= len(queries)
+    keep = np.arange(len(vectors)) % 2 == 0
+    assert np.array_equal(searcher.search(queries, 5, keep)[1], on_cpu.search(queries, 5, keep)[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not hasattr(faiss, "StandardGpuResources"), reason="this FAISS runs on CPUs only")
+@pytest.mark.parametrize("kind", ["Flat", "IVF64,Flat"])
+def test_a_gpu_finds_what_the_cpu_finds(kind: str) -> None:
+    vectors = clustered_vectors(20_000, 32, 200)
+    index, queries = build(kind, vectors), unit_vectors(100, 32, 7)
+    parameters = {} if kind == "Flat" else {"nprobe": 8}
+    on_gpu, on_cpu = (Searcher(index, vectors, parameters, gpu) for gpu in (True, False))
+    assert np.mean(on_gpu.search(queries, 10)[1] == on_cpu.search(queries, 10)[1]) > 0.99

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import faiss
 import pytest
 import yaml
 from ray._common.utils import import_attr
@@ -213,3 +214,9 @@ def test_a_fingerprint_is_kept_under_the_bytes_of_the_models_files(
     assert _fingerprint(str(model), 8) != first
     (model / "sentence_bert_config.json").write_text('{"max_seq_length": 33}')
     assert _fingerprint(str(model), None) != first
+
+
+def test_shards_on_gpus_need_faiss_gpu(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
+    with pytest.raises(InputError, match="gpus_per_shard: this FAISS runs on CPUs only; pip uninstall -y faiss-cpu"):
+        Plan.resolve(ServeSettings.from_mapping({"index": index, "gpus_per_shard": 1}))
