@@ -52,12 +52,7 @@ class TypeSizes:
 
 @dataclass(frozen=True)
 class IndexPlan:
-    """An index of `shards` shards.
-
-    Attributes:
-        types: in the order in which `infembed index` prefers them, then exact search.
-        chosen: the type that `infembed index` chooses.
-    """
+    """An index: all types in the order in which `infembed index` prefers them, then exact search; and the one it chooses."""
 
     model: str
     dimension: int

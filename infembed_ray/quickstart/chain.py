@@ -76,12 +76,7 @@ def run(directory: str, port: int, keep_serving: bool) -> None:
     backbone = _backbone()
     require_free_port("127.0.0.1", port)
     outputs = run_stages(root, backbone)
-    settings = ServeSettings(
-        index=outputs.index.address,
-        port=port,
-        api_keys_env=None,
-        wait=False,
-    )
+    settings = ServeSettings(index=outputs.index.address, port=port, api_keys_env=None, wait=False)
     _title("serve", "encoder and index shards behind an HTTP API, on Ray Serve")
     with serving(settings) as url:
         before, after = _ask(url, backbone, root / CORPUS)
@@ -139,17 +134,16 @@ def _run(what: str, stage: Callable[[S], Published], settings: S) -> Published:
 
 
 def _report(path: Path, outputs: QuickstartOutputs, rankings: dict[str, list[Ranking]]) -> Path:
-    details = {
-        "analysis of the records": outputs.analysis.path / ANALYSIS_REPORT,
-        "training": outputs.checkpoint.path / TRAINING_REPORT,
-        "evaluation": outputs.results.path / REPORT_FILE,
-    }
     return write_report(
         path,
         funnel=outputs.records.manifest["counts"],
         results=results.read(outputs.results.path),
         rankings=rankings,
-        details={name: file for name, file in details.items() if file.is_file()},  # older versions wrote fewer
+        details={
+            "analysis of the records": outputs.analysis.path / ANALYSIS_REPORT,
+            "training": outputs.checkpoint.path / TRAINING_REPORT,
+            "evaluation": outputs.results.path / REPORT_FILE,
+        },
     )
 
 

@@ -11,8 +11,10 @@ import contextlib
 import gc
 import os
 import pickle
+import threading
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +32,7 @@ from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.driver_watch import RAY_ENVIRONMENT, DriverWatch, Process, this_process
 from infembed_ray.llm.journal_store import open_journal, settle, wait_for_writers
 from infembed_ray.llm.ledger import Grant, LeaseReport, LedgerStats, RateLimiter
-from infembed_ray.progress import say, track
+from infembed_ray.progress import Advance, say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.records.tables import Seed
 from infembed_ray.storage.object_store import Folder
@@ -39,7 +41,6 @@ from infembed_ray.storage.steps import Published, Step, require_writable
 from infembed_ray.synthesis.audit import described
 from infembed_ray.synthesis.batch_files import leaving_out
 from infembed_ray.synthesis.circuit_breaker import CircuitBreaker
-from infembed_ray.synthesis.live_progress import live_progress
 from infembed_ray.synthesis.outcome import Outcome
 from infembed_ray.synthesis.outputs import Outputs, nothing_kept
 from infembed_ray.synthesis.pipeline import synthesize
@@ -51,6 +52,7 @@ from infembed_ray.synthesis.preflight import (
     resolve,
 )
 from infembed_ray.synthesis.tasks import Coordinator, write_tasks
+from infembed_ray.telemetry import report
 
 if TYPE_CHECKING:
     from infembed_ray.synthesis.batch_api import BatchReport
@@ -360,3 +362,42 @@ class _Synthesizer:
                         self._limiter.fail(failure)
                     return {"index": index, "outcome": pickle.dumps(outcome)}
         return {"index": index, "outcome": None}
+
+
+@contextlib.contextmanager
+def live_progress(
+    stats: Callable[[], LedgerStats | None], forecast: Callable[[], str], budget_usd: float | None, advance: Advance
+) -> Iterator[None]:
+    """Update the progress note each second, also while no row ends (`forecast` is "" then); print the actors' warnings."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        printed: set[str] = set()
+        answered, then, over = 0, time.monotonic(), False
+        while not over:
+            over = ended.wait(1.0)
+            if (state := stats()) is None:
+                return
+            now, traffic, rows = time.monotonic(), state.traffic, forecast()
+            rate, answered, then = (traffic.answered - answered) / (now - then), traffic.answered, now
+            spent = "" if budget_usd is None else f", {state.spent_usd:.2f} of the budget's {budget_usd:g} USD"
+            load = f"{rate:.0f}/s, {state.in_flight} in flight, {traffic.rate_limited} x 429{spent}"
+            begun = rows or state.in_flight or traffic.answered or traffic.rate_limited or traffic.failed
+            advance(0, note=f"{rows or 'no row has ended'}; {load}" if begun else "starting the actors on Ray")
+            left = None if budget_usd is None else budget_usd - state.spent_usd
+            calls = {"answered": answered, "rate_limited": traffic.rate_limited, "failed": traffic.failed}
+            report(synthesis_in_flight=state.in_flight, synthesis_calls_total=calls)
+            report(synthesis_budget_usd=budget_usd, synthesis_budget_left_usd=left)
+            for warning in state.warnings:
+                if warning not in printed:
+                    printed.add(warning)
+                    say(f"synthesize: {warning}")
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        advance(0, note=forecast())

@@ -27,11 +27,11 @@ from infembed_ray.llm.chat import (
     RunFailure,
     Unjournaled,
     Unusable,
+    labelled,
     replace_surrogates,
     usable_text,
 )
 from infembed_ray.llm.journal import Journal, replaying
-from infembed_ray.llm.structured_output import labelled
 from infembed_ray.records.tables import SCENARIOS, Seed
 from infembed_ray.redaction import masked
 from infembed_ray.synthesis import filters, judge, templates

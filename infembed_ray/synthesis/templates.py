@@ -18,8 +18,7 @@ import yaml
 
 from infembed_ray.config.llm import ChatModel
 from infembed_ray.errors import InputError, in_one_line
-from infembed_ray.llm.chat import Malformed, Request
-from infembed_ray.llm.structured_output import AnswerFormat
+from infembed_ray.llm.chat import AnswerFormat, Malformed, Request
 from infembed_ray.storage.steps import resolve_input
 
 DIRECTORY = Path(__file__).with_name("prompts")

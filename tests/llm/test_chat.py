@@ -2,8 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from infembed_ray.llm.chat import Completion, RowFailure, usable_text
-from infembed_ray.llm.structured_output import AnswerFormat
+from infembed_ray.llm.chat import AnswerFormat, Completion, RowFailure, usable_text
 from tests.support.chat import completion, request
 
 QUERY = AnswerFormat("Query", "<your query>")

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from infembed_ray.llm.chat import Malformed
-from infembed_ray.llm.structured_output import AnswerFormat, labelled
+from infembed_ray.llm.chat import AnswerFormat, Malformed, labelled
 
 QUERY = AnswerFormat("Query", "<your new query>")
 

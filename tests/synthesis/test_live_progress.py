@@ -8,7 +8,7 @@ import pytest
 
 from infembed_ray.config.llm import Limits
 from infembed_ray.llm.ledger import Ledger, LedgerStats, Traffic
-from infembed_ray.synthesis.live_progress import live_progress
+from infembed_ray.synthesis.distributed import live_progress
 from tests.support.waiting import wait_until
 
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from infembed_ray.config.llm import ChatModel
 from infembed_ray.errors import InputError
-from infembed_ray.llm.chat import Malformed
-from infembed_ray.llm.structured_output import AnswerFormat
+from infembed_ray.llm.chat import AnswerFormat, Malformed
 from infembed_ray.synthesis import templates
 
 FIELDS = {
