@@ -93,16 +93,25 @@ def _publish(settings: AnalyzeSettings, files: Mapping[str, Place], step: Step) 
         for label, evaluation in given.evaluations.items():
             matches, contaminated[label] = contamination(label, evaluation, records.kept)
             contaminations += matches
-        measured = diversity.compare([diversity.from_records(LABEL, records.kept), *given.compared], embed)
+        diversities, coverages = diversity.compare(
+            [diversity.from_records(LABEL, records.kept), *given.compared], embed
+        )
         removed = clean.removals(records.kept, contaminated) if settings.clean else {}
         if settings.clean and len(removed) == len(records.kept):
             raise InputError.of("clean", None, f"no record of {settings.records} would be left", "check evaluations")
         reasons = clean.write(staging.path, files["records"], removed) if settings.clean else None
         report = summarise(
-            records, diversities=measured, contaminations=contaminations, agreement=study, removed=reasons
+            records,
+            diversities=diversities,
+            coverages=coverages,
+            contaminations=contaminations,
+            agreement=study,
+            removed=reasons,
         )
         html = as_html(report, shown_rows(records, removed), settings.records)
         (staging.path / PAGE_FILE).write_text(html, encoding="utf-8")
+        for covered in (each for coverage in coverages for each in coverage["sets"]):
+            del covered["points"]  # only the page has the plots
         durable.replace_json(staging.path / REPORT_FILE, report)
         if settings.annotate:
             items, key = agreement.sheet(records.kept, settings.annotate)

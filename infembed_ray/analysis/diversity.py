@@ -1,9 +1,11 @@
-"""Diversity of sets of texts (paper, section 4.2 and Figure 3).
+"""Diversity and coverage of sets of texts (paper, section 4.2 and Figure 3).
 
 Average pairwise sample similarity (APS) is the mean cosine of all pairs of embeddings; lower is more diverse.
 Inter-sample n-gram frequency (INGF) is the mean of V_k / (1 + s_k) over k = 1, 2, 3: V_k distinct word k-grams, and s_k the
 standard deviation of the number of texts that contain each. Higher is more diverse. The paper gives name and direction of both
 but no formula. INGF grows with the number of texts, so all sets are measured on equally many.
+
+Coverage projects the embeddings of all sets to one plane by PCA: unlike t-SNE it is deterministic, and distances have a meaning.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ SAMPLE = 10_000
 """Texts of each kind to draw from each set."""
 ORDERS = (1, 2, 3)
 """Words per n-gram."""
+GRID = 24
+"""Grid cells along each axis of the plane."""
 _WORD = re.compile(r"\w+")
 
 
@@ -78,21 +82,23 @@ def _of_kind(kind: str, row: Mapping[str, Any]) -> list[str]:
     return [value for value in values if isinstance(value, str) and value.strip()]
 
 
-def compare(sets: Sequence[TextSet], embed: Embed | None, most: int = SAMPLE) -> list[Section]:
-    """Measure equal samples of all sets, kind by kind; return the diversity of each set.
+def compare(sets: Sequence[TextSet], embed: Embed | None, most: int = SAMPLE) -> tuple[list[Section], list[Section]]:
+    """Measure equal samples of all sets, kind by kind; return the diversity of each set, and the coverage of each kind.
 
     Args:
-        embed: encoder; None omits what needs embeddings, APS.
+        embed: encoder; None omits what needs embeddings, APS and coverage.
         most: texts of each kind to draw from each set.
     """
-    measured = []
+    diversities, coverages = [], []
     for kind in KINDS:
         having = {each.label: each.texts[kind] for each in sets if kind in each.texts}
         size = min([most, *map(len, having.values())])
-        for label, texts in having.items():
-            sample = random.Random(f"0/{kind}").sample(list(texts), size)
-            measured.append(diversity(label, kind, texts, sample, None if embed is None else embed(sample)))
-    return measured
+        drawn = {label: random.Random(f"0/{kind}").sample(list(texts), size) for label, texts in having.items()}
+        vectors = {label: embed(texts) for label, texts in drawn.items()} if embed is not None else {}
+        diversities += [diversity(label, kind, having[label], drawn[label], vectors.get(label)) for label in drawn]
+        if vectors:
+            coverages.append(coverage(kind, vectors))
+    return diversities, coverages
 
 
 def diversity(
@@ -148,3 +154,38 @@ def inter_sample_ngram_frequency(frequencies: Sequence[Mapping[tuple[str, ...], 
     """Return the INGF of the n-gram frequencies of every order."""
     ratios = [len(texts_with) / (1 + np.std(list(texts_with.values()))) for texts_with in frequencies if texts_with]
     return float(sum(ratios) / len(frequencies))
+
+
+def coverage(kind: str, embeddings: Mapping[str, np.ndarray]) -> Section:
+    """Project the embeddings of all sets to one plane.
+
+    Args:
+        embeddings: label -> (n, d) vectors, with the same n for all sets.
+
+    Returns:
+        `explained` shares of the variance along the axes, occupied grid `cells`, and per set its cells and its `points` in [0, 1].
+    """
+    points, explained = principal_plane(np.concatenate(list(embeddings.values())))
+    low, high = points.min(axis=0), points.max(axis=0)
+    points = (points - low) / np.where(high > low, high - low, 1.0)
+    sets, occupied = [], set()
+    for label, of_set in zip(embeddings, np.split(points, len(embeddings)), strict=True):
+        columns, rows = np.minimum((of_set * GRID).astype(int), GRID - 1).T
+        cells = set((columns * GRID + rows).tolist())
+        occupied |= cells
+        rounded = [(round(float(x), 4), round(float(y), 4)) for x, y in of_set]
+        sets.append({"label": label, "cells": len(cells), "points": rounded})
+    return {"kind": kind, "explained": explained, "cells": len(occupied), "sets": sets}
+
+
+def principal_plane(vectors: np.ndarray) -> tuple[np.ndarray, tuple[float, float]]:
+    """Return the (n, 2) coordinates of (n, d) vectors on their principal axes, and each axis's share of the variance.
+
+    The sign of an axis is such that its largest component in absolute value is positive.
+    """
+    centred = vectors.astype(np.float64) - vectors.mean(axis=0, dtype=np.float64)
+    variances, axes = np.linalg.eigh(centred.T @ centred)  # ascending
+    top = axes[:, [-1, -2]]
+    top = top * np.sign(top[np.abs(top).argmax(axis=0), [0, 1]])
+    shares = variances.clip(min=0.0) / (variances.sum() or 1.0)
+    return centred @ top, (float(shares[-1]), float(shares[-2]))

@@ -40,7 +40,7 @@ class AnalyzeSettings(Settings):
     output: str = runtime_field(description="directory or URI for the published report")
     compare: dict[str, InputPath] = runtime_field({}, description="label -> a set with instruction, query or passage")
     encoder: ModelName | None = runtime_field(
-        None, description="checkpoint or hub name of the encoder; null: no pairwise similarity"
+        None, description="checkpoint or hub name of the encoder; null: no pairwise similarity and no coverage"
     )
     evaluations: dict[str, InputPath] = runtime_field(
         {}, description="label -> a file or directory of an evaluation set whose texts must not be in the records"

@@ -1,4 +1,4 @@
-"""Charts of the HTML reports: axes, bars, lines and intervals, as SVG.
+"""Charts of the HTML reports: axes, bars, lines, intervals and scatter plots, as SVG.
 
 Shapes are drawn in percent of the chart's width and height and stretched to its size on the screen; strokes are not
 stretched. Axis labels are HTML beside the SVG, so text has the size of the page's text on every screen.
@@ -192,6 +192,20 @@ def interval_key(kind: Mark | Literal["span"]) -> Markup:
     return _svg("interval symbol", kind, shapes, 16)
 
 
+def scatter(points: Iterable[Point], others: Iterable[Point], label: str, size: float) -> Markup:
+    """Draw points of the unit square in front of others, upwards.
+
+    Args:
+        points: (x, y) in [0, 1].
+        others: points behind them, in grey.
+        label: what the points are, for screen readers.
+        size: diameter of a point in pixels.
+    """
+    shape = '<path class="{}" stroke-width="{}" d="{}"/>'
+    shapes = [Markup(shape).format(style, size, _dots(of)) for style, of in (("others", others), ("dots", points))]
+    return _svg("scatter", label, shapes)
+
+
 def _series(series: Series, style: str, x: Scale, y: Scale) -> tuple[list[Markup], list[Markup]]:
     """Return the shapes behind all lines, its values or the band of them, and those in front, a line."""
     buckets = _buckets(series.points)
@@ -223,6 +237,11 @@ def _buckets(points: Sequence[Point]) -> list[tuple[float, float, float, float]]
 def _down(scale: Scale, value: float) -> float:
     """Return the distance of a value from the top, in percent."""
     return round(100 - scale(value), 2)
+
+
+def _dots(points: Iterable[Point]) -> str:
+    """Return the data of a path that has a dot, by its round line caps, at every point."""
+    return "".join(f"M{2 + 96 * x:.2f} {2 + 96 * (1 - y):.2f}h0" for x, y in points)
 
 
 def _mark(kind: Mark, at: float) -> list[Markup]:

@@ -49,7 +49,7 @@ def test_records_from_elsewhere_are_reported_without_a_funnel(tmp_path, capsys):
 
 
 @pytest.mark.integration
-def test_an_encoder_adds_similarity(tmp_path, minilm, shared_data):
+def test_an_encoder_adds_similarity_and_coverage(tmp_path, minilm, shared_data):
     mini = shared_data / "infir_mini"
     wanted = AnalyzeSettings(
         records=str(mini / "rejected_by_judge.jsonl"),
@@ -59,6 +59,8 @@ def test_an_encoder_adds_similarity(tmp_path, minilm, shared_data):
     )
     report = json.loads((run(wanted).path / "report.json").read_text())
     assert all(-1 <= d["aps"] <= 1 for d in report["diversities"])
+    assert [c["kind"] for c in report["coverages"]] == ["instruction", "query", "passage"]
+    assert all("points" not in one for c in report["coverages"] for one in c["sets"])
 
 
 @pytest.mark.parametrize("name", ["compare", "evaluations"])
@@ -149,6 +151,7 @@ def test_a_report_with_other_sets_has_all_comparisons_also_from_an_object_store(
         ("query", "records", 6),
         ("passage", "records", 9),
     ]
+    assert report["coverages"] == []
     assert [(a["one"], a["other"], a["items"]) for a in report["agreement"]["pairs"]] == [("ann", "ben", 3)]
     assert {c["kind"]: c["matching"] for c in report["contaminations"]} == {"instruction": 0, "query": 1, "passage": 0}
     assert [len(local[name].splitlines()) for name in ("annotate.jsonl", "annotate_key.jsonl")] == [2, 2]

@@ -1,4 +1,4 @@
-"""Diversity against its definitions, and the sets of texts that they compare."""
+"""Diversity and coverage against their definitions and scikit-learn, and the sets of texts that they compare."""
 
 import itertools
 import math
@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.decomposition import PCA
 
 from infembed_ray.analysis.diversity import (
+    GRID,
     TextSet,
     average_pairwise_similarity,
     compare,
+    coverage,
     diversity,
     from_records,
     inter_sample_ngram_frequency,
     ngram_frequencies,
+    principal_plane,
     read,
 )
 from infembed_ray.errors import InputError
@@ -56,6 +60,38 @@ def test_counts_cover_the_whole_set_and_measures_the_sample():
     measured = diversity("mine", "query", every, every[:2], np.eye(2, dtype=np.float32))
     assert [measured[name] for name in ("texts", "distinct", "mean_words", "sampled", "aps")] == [4, 3, 2.0, 2, 0.0]
     assert measured["distinct_share"] == [0.5, 0.5, 1.0]
+
+
+# ----------------------------------------------------------------------------------------------------------- coverage
+
+
+def cloud(seed, n=40, d=5):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(n, d)) * np.arange(d, 0, -1) + rng.normal(size=d)
+
+
+@given(st.integers(0, 2**32))
+def test_the_plane_is_that_of_the_principal_components(seed):
+    vectors = cloud(seed)
+    points, explained = principal_plane(vectors)
+    oracle = PCA(2, svd_solver="full").fit(vectors)
+    assert np.abs(points) == pytest.approx(np.abs(oracle.transform(vectors)), abs=1e-8)
+    assert explained == pytest.approx(oracle.explained_variance_ratio_)
+    assert principal_plane(vectors[::-1])[0] == pytest.approx(points[::-1])
+
+
+def test_sets_share_one_square_and_their_cells_are_counted():
+    covered = coverage("query", {"wide": cloud(3), "narrow": cloud(3) * 0.05})
+    points = {each["label"]: np.array(each["points"]) for each in covered["sets"]}
+    both = np.concatenate(list(points.values()))
+    assert (both.min(), both.max()) == (0.0, 1.0)
+    cells = {
+        label: set(map(tuple, np.minimum(of_set * GRID, GRID - 1).astype(int))) for label, of_set in points.items()
+    }
+    assert {each["label"]: each["cells"] for each in covered["sets"]} == {name: len(c) for name, c in cells.items()}
+    assert covered["cells"] == len(cells["wide"] | cells["narrow"])
+    assert len(cells["wide"]) > len(cells["narrow"])
+    assert coverage("query", {"one": np.ones((4, 3))})["cells"] == 1
 
 
 # --------------------------------------------------------------------------------------------------------------- sets
@@ -105,13 +141,18 @@ def embed(sample):
 
 
 def test_every_kind_is_compared_on_equal_samples_of_the_sets_that_have_it():
-    diversities = compare(SETS, embed)
+    diversities, coverages = compare(SETS, embed)
     assert [(d["kind"], d["label"], d["texts"], d["sampled"]) for d in diversities] == [
         ("instruction", "one", 3, 2),
         ("instruction", "two", 2, 2),
         ("query", "one", 1, 1),
     ]
+    assert [(c["kind"], [s["label"] for s in c["sets"]]) for c in coverages] == [
+        ("instruction", ["one", "two"]),
+        ("query", ["one"]),
+    ]
     a, b = embed(SETS[1].texts["instruction"])
     assert diversities[1]["aps"] == pytest.approx(a @ b)
-    assert compare(SETS, embed) == diversities
-    assert [d["aps"] for d in compare(SETS, None)] == [None, None, None]
+    assert compare(SETS, embed) == (diversities, coverages)
+    without, none = compare(SETS, None)
+    assert ([d["aps"] for d in without], none) == ([None, None, None], [])

@@ -72,14 +72,14 @@ def test_what_is_not_in_every_report_is_shown_if_it_is_there(tmp_path):
     assert "wrongly rejected" not in text
 
 
-def test_the_page_has_comparisons(tmp_path):
+def test_the_page_has_comparisons_and_one_dot_per_text(tmp_path):
     records = records_of(tmp_path)
     sets = [
         from_records("ours", records.kept),
         TextSet("<theirs>", {"instruction": ["for cooks", "for bakers", "for all"]}),
     ]
     vectors = np.random.default_rng(0)
-    diversities = compare(sets, lambda texts: vectors.normal(size=(len(texts), 4)))
+    diversities, coverages = compare(sets, lambda texts: vectors.normal(size=(len(texts), 4)))
     references = {
         "ann": dict(zip("abcd", "1201", strict=True)),
         "ben": dict(zip("abcd", "1202", strict=True)),
@@ -88,6 +88,7 @@ def test_the_page_has_comparisons(tmp_path):
         summarise(
             records,
             diversities=diversities,
+            coverages=coverages,
             contaminations=contamination("bench", EvaluationTexts.of(["Query of a"]), records.kept)[0],
             agreement=study(references, {"new": {"a": "1"}}, {"new": "<a model>"}),
             removed={"near-duplicate": 1},
@@ -105,6 +106,10 @@ def test_the_page_has_comparisons(tmp_path):
         "near-duplicate 1",
     ):
         assert expected in text
+    dots = re.findall(r'class="dots" [^>]*d="([^"]*)"', html)
+    assert [path.count("h0") for path in dots] == [3, 3, 6, 9]
+    others = re.findall(r'class="others" [^>]*d="([^"]*)"', html)
+    assert (others[0], others[1]) == (dots[1], dots[0])
     assert "None" not in text
     assert "nan" not in html
 

@@ -57,12 +57,13 @@ def analysis(root):
         kind: [f"a text of theirs, number {n}" for n in range(40)] for kind in ("instruction", "query", "passage")
     }
     sets = [from_records("ours", found.kept), TextSet("another data set", theirs)]
-    diversities = compare(sets, lambda texts: random.normal(size=(len(texts), 4)), 40)
+    diversities, coverages = compare(sets, lambda texts: random.normal(size=(len(texts), 4)), 40)
     answers = {name: {f"{n}": str(random.integers(3)) for n in range(30)} for name in ("annotator one", "judge")}
     leaks, _ = contamination("an evaluation set", EvaluationTexts.of(["Query of a"]), found.kept)
     summary = summarise(
         found,
         diversities=diversities,
+        coverages=coverages,
         contaminations=leaks,
         agreement=study(answers, {}, {}),
         removed={"near-duplicate": 1},
