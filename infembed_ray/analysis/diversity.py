@@ -168,14 +168,12 @@ def coverage(kind: str, embeddings: Mapping[str, np.ndarray]) -> Section:
     points, explained = principal_plane(np.concatenate(list(embeddings.values())))
     low, high = points.min(axis=0), points.max(axis=0)
     points = (points - low) / np.where(high > low, high - low, 1.0)
-    sets, occupied = [], set()
-    for label, of_set in zip(embeddings, np.split(points, len(embeddings)), strict=True):
-        columns, rows = np.minimum((of_set * GRID).astype(int), GRID - 1).T
-        cells = set((columns * GRID + rows).tolist())
-        occupied |= cells
-        rounded = [(round(float(x), 4), round(float(y), 4)) for x, y in of_set]
-        sets.append({"label": label, "cells": len(cells), "points": rounded})
-    return {"kind": kind, "explained": explained, "cells": len(occupied), "sets": sets}
+    cells = (np.minimum((points * GRID).astype(int), GRID - 1) @ (GRID, 1)).reshape(len(embeddings), -1)
+    sets = [
+        {"label": label, "cells": len(np.unique(of_set)), "points": part.round(4).tolist()}
+        for label, of_set, part in zip(embeddings, cells, np.split(points, len(embeddings)), strict=True)
+    ]
+    return {"kind": kind, "explained": explained, "cells": len(np.unique(cells)), "sets": sets}
 
 
 def principal_plane(vectors: np.ndarray) -> tuple[np.ndarray, tuple[float, float]]:

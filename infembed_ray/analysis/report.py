@@ -12,7 +12,7 @@ from infembed_ray.analysis.clean import Removal
 from infembed_ray.analysis.figures import RecordSet, Section, cost, funnel, lengths, verdicts
 from infembed_ray.analysis.overlap import NGRAM, THRESHOLD, duplicates
 from infembed_ray.reporting import page
-from infembed_ray.reporting.charts import Point, Scale
+from infembed_ray.reporting.charts import Scale
 
 PRINTED = 5
 """Printed reasons of each kind; the files have all."""
@@ -131,15 +131,10 @@ def as_html(report: Section, rows: Sequence[Section], source: str) -> str:
         kappa_scale=Scale(min([0.0, *(kappa["low"] for kappa in kappas if kappa["low"] is not None)]), 1.0),
         most_aps=max((d["aps"] for d in measured if d["aps"] is not None), default=None),
         most_ingf={d["kind"]: max(e["ingf"] for e in measured if e["kind"] == d["kind"]) for d in measured},
-        others=_others,
+        others=lambda coverage, covered: [p for of in coverage["sets"] if of is not covered for p in of["points"]],
         dot_size=lambda covered: round(max(1.2, min(4.0, 64 / len(covered["points"]) ** 0.5)), 1),
         longest_list=LONGEST_LIST,
     )
-
-
-def _others(coverage: Section, covered: Section) -> Iterator[Point]:
-    """Yield the points of all other sets."""
-    return (point for other in coverage["sets"] if other is not covered for point in other["points"])
 
 
 def shown_rows(records: RecordSet, removed: Mapping[int, Removal]) -> list[Section]:

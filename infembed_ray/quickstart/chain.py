@@ -28,8 +28,7 @@ from infembed_ray.evaluation.paper.results_report import of_evaluation
 from infembed_ray.evaluation.tables import REPORT_FILE
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import say
-from infembed_ray.quickstart.rankings import Ranking, exact_hits, side_by_side
-from infembed_ray.quickstart.report import write_report
+from infembed_ray.quickstart.rankings import Ranking, exact_hits, side_by_side, write_report
 from infembed_ray.quickstart.sample import JOURNAL, MODEL, SEEDS
 from infembed_ray.records import tables
 from infembed_ray.retrieval.distributed import run as index

@@ -193,14 +193,7 @@ def interval_key(kind: Mark | Literal["span"]) -> Markup:
 
 
 def scatter(points: Iterable[Point], others: Iterable[Point], label: str, size: float) -> Markup:
-    """Draw points of the unit square in front of others, upwards.
-
-    Args:
-        points: (x, y) in [0, 1].
-        others: points behind them, in grey.
-        label: what the points are, for screen readers.
-        size: diameter of a point in pixels.
-    """
+    """Draw points of the unit square, `size` pixels wide, in front of grey others; `label` is for screen readers."""
     shape = '<path class="{}" stroke-width="{}" d="{}"/>'
     shapes = [Markup(shape).format(style, size, _dots(of)) for style, of in (("others", others), ("dots", points))]
     return _svg("scatter", label, shapes)

@@ -28,8 +28,7 @@ from infembed_ray.training.engine import Engine, connect
 from infembed_ray.training.export import export
 from infembed_ray.training.losses import Objective, marginal_loss
 from infembed_ray.training.observability import logs
-from infembed_ray.training.observability.anomalies import Monitor
-from infembed_ray.training.observability.metrics import Meter, RunLog, measure, rounded
+from infembed_ray.training.observability.metrics import Meter, Monitor, RunLog, measure, rounded
 from infembed_ray.training.overlap import similar_words
 from infembed_ray.training.preparation import Prepared, Preparer, ahead
 from infembed_ray.training.sampler import Sampler

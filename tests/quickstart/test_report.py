@@ -2,8 +2,7 @@ import re
 
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.tasks.infir import FIGURES, TASK
-from infembed_ray.quickstart.rankings import Ranking
-from infembed_ray.quickstart.report import write_report
+from infembed_ray.quickstart.rankings import Ranking, write_report
 from tests.quickstart.test_rankings import ranking
 from tests.support.pages import Page
 

@@ -8,8 +8,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.llm import prices
 from infembed_ray.llm.journal import Journal
 from infembed_ray.quickstart import sample
-from infembed_ray.synthesis.preflight import check, require_all_journaled, resolve
-from infembed_ray.synthesis.seeds import SeedReader
+from infembed_ray.synthesis.preflight import SeedReader, check, require_all_journaled, resolve
 from tests.support.chat import unreadable
 from tests.synthesis.runs import settings
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.records.tables import Seed
-from infembed_ray.synthesis import seeds
-from infembed_ray.synthesis.seeds import SeedReader
+from infembed_ray.synthesis import preflight
+from infembed_ray.synthesis.preflight import SeedReader
 from tests.support.files import write_jsonl
 
 
@@ -59,7 +59,7 @@ def test_the_pool_does_not_depend_on_the_order_of_the_passages(
     passages: list[str], size: int, rng: random.Random
 ) -> None:
     def pool(texts: Iterable[str]) -> tuple[str, ...]:
-        filling = seeds._PassageSample(size)
+        filling = preflight._PassageSample(size)
         for text in texts:
             filling.add(text)
         return filling.passages()

@@ -1,7 +1,7 @@
 from collections import Counter
 
 from infembed_ray.records.tables import Seed
-from infembed_ray.synthesis.tasks import partition_of
+from infembed_ray.synthesis.distributed import partition_of
 
 
 def test_the_texts_of_a_seed_decide_its_partition_and_partitions_have_about_equal_sizes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from importlib import resources
@@ -15,6 +16,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 from fastapi.routing import APIRoute
+from markupsafe import Markup, escape
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ValidationError
 
@@ -22,12 +24,33 @@ from infembed_ray import __version__
 from infembed_ray.reporting.page import render
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import DeadlineExceeded
-from infembed_ray.serving.http.api_docs import api_docs_page
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS, STATUSES, HttpError, invalid
 from infembed_ray.serving.http.middleware import OPEN_PATHS, ApiMiddleware
 from infembed_ray.serving.http.routes import Collections, add_collection_routes, add_model_routes, add_status_routes
 from infembed_ray.serving.routing.blue_green import Release
+
+
+def api_docs_page(document: Mapping[str, Any]) -> str:
+    """Render an OpenAPI document."""
+    return render("infembed_ray.serving.http", "api_docs.html", document=document, type_of=type_of)
+
+
+def type_of(schema: Mapping[str, Any]) -> Markup:
+    """Describe the type of a JSON schema in a few words of HTML; a named schema becomes a link."""
+    if "$ref" in schema:
+        return Markup('<a href="#{0}">{0}</a>').format(schema["$ref"].rpartition("/")[2])
+    kinds = schema.get("type", "anything")
+    if choices := schema.get("anyOf", schema.get("oneOf")):
+        words = [type_of(choice) for choice in choices]
+    elif values := schema.get("enum", [schema["const"]] if "const" in schema else None):
+        words = [Markup("<code>{}</code>").format(json.dumps(value)) for value in values]
+    elif kinds == "array":
+        words = [Markup("list of ") + type_of(schema["items"])]
+    else:
+        words = [escape(kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
+    return Markup(" or ").join(words)
+
 
 FILES = resources.files("infembed_ray.serving.http") / "playground"
 ASSETS = (

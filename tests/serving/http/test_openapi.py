@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from infembed_ray.serving.http.api_docs import type_of
+from infembed_ray.serving.http.app import type_of
 from infembed_ray.serving.http.errors import STATUSES
 from infembed_ray.serving.http.middleware import OPEN_PATHS
 from tests.serving.http.clients import client_of, make_app

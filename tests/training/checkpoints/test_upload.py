@@ -7,7 +7,7 @@ import pytest
 
 from infembed_ray.errors import InputError
 from infembed_ray.storage.object_store import Folder
-from infembed_ray.training.checkpoints import upload as uploads
+from infembed_ray.training.checkpoints import manager as uploads
 from infembed_ray.training.checkpoints.checkpoint import Progress
 from infembed_ray.training.checkpoints.manager import CheckpointManager
 from infembed_ray.training.checkpoints.writer import Written

@@ -8,8 +8,8 @@ import torch
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.records.tables import Record
-from infembed_ray.training.observability.anomalies import Monitor
 from infembed_ray.training.observability.logs import read_events, read_metrics
+from infembed_ray.training.observability.metrics import Monitor
 from tests.modeling import backbones
 from tests.support.workers import run_workers, share_process_group
 from tests.training.test_collate import record
