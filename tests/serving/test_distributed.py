@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -30,7 +31,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.late_interaction import LateInteraction
 from infembed_ray.retrieval.index import Index
-from infembed_ray.serving import distributed, supervisor
+from infembed_ray.serving import deployments, distributed, startup, supervisor
 from infembed_ray.serving.distributed import run, serving
 from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.release import APPLICATION, RERANKER
@@ -45,6 +46,7 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.integration
 
 NEWS = {f"news-{id}": f"News: {text}" for id, text in PASSAGES.items()}
+RERANK = RerankSettings(kind="late_interaction", budget_ms=7000)
 QUERY = "diabetes"
 INSTRUCTIONS = ("Only guidelines written for clinicians.", "For a lesson on nineteenth century medicine.")
 
@@ -234,15 +236,22 @@ def test_a_blue_green_switch_under_load_fails_no_request_and_mixes_no_answer(
 
 
 @pytest.fixture(scope="module")
-def with_news(settings: ServeSettings, root: Path, minilm: str) -> ServeSettings:
-    """The same index with a collection beside it."""
+def extended(settings: ServeSettings, root: Path, minilm: str) -> ServeSettings:
+    """The same index with a collection beside it, and a reranker."""
     news = publish_index(root / "news", minilm, NEWS, shards=1)
-    return settings.model_copy(update={"collections": {"news": str(news)}})
+    return settings.model_copy(update={"collections": {"news": str(news)}, "rerank": RERANK})
+
+
+@pytest.fixture(scope="module")
+def newer(extended: ServeSettings, root: Path, minilm: str) -> ServeSettings:
+    """The same with another version of the collection."""
+    news = publish_index(root / "newer", minilm, AGAIN, shards=1)
+    return extended.model_copy(update={"collections": {"news": str(news)}})
 
 
 @pytest.mark.ray
-def test_each_collection_answers_from_its_own_index_and_documents(api: str, with_news: ServeSettings) -> None:
-    run(with_news)
+def test_each_collection_answers_from_its_own_index_and_documents(api: str, extended: ServeSettings) -> None:
+    run(extended)
     news = f"{api}/v1/collections/news"
     wait_until(lambda: ask(f"{news}/search", {"query": QUERY})[0] == 200)
     assert set(found(api, QUERY, top_k=100)) == set(PASSAGES)
@@ -264,32 +273,32 @@ def test_each_collection_answers_from_its_own_index_and_documents(api: str, with
 
 @pytest.mark.ray
 def test_an_upgrade_of_one_collection_fails_no_request_and_restarts_no_other_part(
-    api: str, with_news: ServeSettings, root: Path, minilm: str, capsys: pytest.CaptureFixture[str]
+    api: str, extended: ServeSettings, newer: ServeSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = publish_index(root / "newer", minilm, AGAIN, shards=1)
-    before, release = replicas(), Plan.resolve(with_news).release
+    other = Path(newer.collections["news"])
+    before, release = replicas(), Plan.resolve(extended).release
     with under_load(api, 2) as plain, under_load(api, 2, "/v1/collections/news/search") as of_news:
         wait_until(lambda: min(len(plain), len(of_news)) > 20)
-        run(with_news.model_copy(update={"collections": {"news": str(other)}}))
+        run(newer)
         wait_until(lambda: any(answer.body["index_version"] == other.name for answer in of_news[-4:]))
     for answers in (plain, of_news):
         assert Counter(answer.status for answer in answers) == {200: len(answers)}
-    assert {answer.body["index_version"] for answer in plain} == {Path(with_news.index).name}
+    assert {answer.body["index_version"] for answer in plain} == {Path(extended.index).name}
     assert {hit["id"] for answer in plain for hit in answer.body["hits"]} <= set(PASSAGES)
-    versions = {Path(with_news.collections["news"]).name: set(NEWS), other.name: set(AGAIN)}
+    versions = {Path(extended.collections["news"]).name: set(NEWS), other.name: set(AGAIN)}
     assert {answer.body["index_version"] for answer in of_news} == set(versions)
     for answer in of_news:
         assert {hit["id"] for hit in answer.body["hits"]} <= versions[answer.body["index_version"]]
     after = replicas()
-    for same in (release.default.index.application, *release.encoders, APPLICATION):
+    for same in (release.default.index.application, *release.encoders, *rerankers(), APPLICATION):
         assert before[same] == after[same] != set()
     assert release.collections["news"].index.application not in serve.status().applications
-    assert f"from index {Path(with_news.index).name}, news {other.name}" in capsys.readouterr().out
+    assert f"from index {Path(extended.index).name}, news {other.name}" in capsys.readouterr().out
 
 
 @pytest.mark.ray
 def test_searches_are_reranked_and_go_on_without_a_lost_reranker(
-    api: str, settings: ServeSettings, index: str, minilm: str
+    api: str, newer: ServeSettings, index: str, minilm: str
 ) -> None:
     encoder = InstructionEncoder.from_pretrained(minilm)
     query = encoder.encode_queries([QUERY], [INSTRUCTIONS[0]])
@@ -305,9 +314,7 @@ def test_searches_are_reranked_and_go_on_without_a_lost_reranker(
         assert status == 200, answer
         return {**answer, "ids": [hit["id"] for hit in answer["hits"]]}
 
-    rerank = RerankSettings(kind="late_interaction", budget_ms=7000)
-    run(settings.model_copy(update={"rerank": rerank}))
-    wait_until(lambda: search()["hits"][0].get("rerank_score") is not None)
+    run(newer)  # nothing to do if the tests before have run
     (first,) = rerankers()
     answer = search()
     assert answer["ids"] == by_scores
@@ -326,10 +333,10 @@ def test_searches_are_reranked_and_go_on_without_a_lost_reranker(
     wait_until(lambda: max(values(api, "infembed_reranker_texts_total"), default=0) >= 1, 30)
 
     # The API does something else with the same reranker.
-    run(settings.model_copy(update={"rerank": rerank.model_copy(update={"depth": 1})}))
+    run(newer.model_copy(update={"rerank": RERANK.model_copy(update={"depth": 1})}))
     assert rerankers() == [first]
     wait_until(lambda: search()["ids"] == by_cosine and search()["hits"][0]["rerank_score"] is not None, 30)
-    run(settings)
+    run(newer.model_copy(update={"rerank": None}))
     assert rerankers() == []
     assert search()["timings"]["rerank_ms"] is None
 
@@ -390,6 +397,16 @@ def test_the_command_compacts_its_index_and_switches_to_the_next_version(root: P
         assert ask(f"{url}/v1/documents", {"ids": ["new-1"]}, "DELETE")[1]["sequence"] == sequence + 1
         server.send_signal(signal.SIGINT)
         assert server.wait(timeout=90) == 0, "".join(lines)
+
+
+@pytest.mark.ray
+def test_a_worker_imports_the_modules_before_it_becomes_a_replica(ray_cluster: None) -> None:
+    def imported() -> bool:
+        return set(startup.MODULES) <= set(sys.modules)
+
+    environment = deployments.environment(startup.import_modules, 1.0)
+    assert ray.get(ray.remote(imported).options(runtime_env={"env_vars": environment}).remote())
+    assert not ray.get(ray.remote(imported).remote())
 
 
 # ---------------------------------------------------------------------------------------------- without a cluster

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from infembed_ray.serving import deployments, startup
+from infembed_ray.serving import startup
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
 
@@ -31,15 +31,3 @@ def test_a_replica_without_a_model_imports_neither_torch_nor_pandas() -> None:
     )
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert imported.stdout.splitlines() == ["True set()", "DataFrame"]
-
-
-@pytest.mark.ray
-def test_a_worker_imports_the_modules_before_it_becomes_a_replica(ray_cluster: None) -> None:
-    import ray
-
-    def imported() -> bool:
-        return set(startup.MODULES) <= set(sys.modules)
-
-    environment = deployments.environment(startup.import_modules, 1.0)
-    assert ray.get(ray.remote(imported).options(runtime_env={"env_vars": environment}).remote())
-    assert not ray.get(ray.remote(imported).remote())

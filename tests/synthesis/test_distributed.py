@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -340,3 +341,22 @@ def test_journal_and_output_in_an_object_store_give_the_same_files_and_any_numbe
     for file in FILES:
         assert (stored / file).read_bytes() == (uninterrupted.path / file).read_bytes()
         assert (again.path / file).read_bytes() == (uninterrupted.path / file).read_bytes()
+
+
+@pytest.mark.ray
+def test_too_many_dead_letters_publish_nothing_until_the_share_is_raised(
+    ray_cluster: None, seeds: Path, tmp_path: Path
+) -> None:
+    with stand_in(bad_request=0.05) as server:
+        with pytest.raises(InputError) as stopped:
+            run(settings(seeds, tmp_path, server, limit=60))
+        said = str(stopped.value)
+        assert re.match(r"max_dead_letters=0.1: \d+ of 60 seeds \(\d+\.\d%\) are dead letters", said)
+        assert re.search(r"\d+ x \w+: HTTP 400: This request is not acceptable\.", said)
+        assert not (tmp_path / "latest").exists()
+        answered = len(server.log("answered"))
+        published = run(settings(seeds, tmp_path, server, limit=60, max_dead_letters=0.9))
+        assert len(server.log("answered")) == answered
+    counts = published.manifest["counts"]
+    assert counts["dead_letter"] == len(rows_of(published)[2]) > 6
+    assert counts["kept"] + counts["rejected"] + counts["dead_letter"] == 60

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from transformers import AutoTokenizer, BertConfig, BertModel
 
 from infembed_ray.config.training import TrainSettings
@@ -14,6 +13,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.training.collectives import gather_rows, world
 from tests.modeling import backbones
 from tests.support.ports import free_port
+from tests.support.workers import PROCESSES
 
 pytestmark = pytest.mark.integration
 ROWS, STEPS, RATE, TEMPERATURE = 5, 2, 1e-3, 0.05
@@ -116,11 +116,10 @@ def serve(rank, workers, port, pipe):
 def workers(request):
     """Processes of one group; `train` returns the results of several runs, per worker and run."""
     port = free_port()
-    spawn = mp.get_context("spawn")
     pipes, processes = [], []
     for rank in range(request.param):
-        pipe, theirs = spawn.Pipe()
-        process = spawn.Process(target=serve, args=(rank, request.param, port, theirs), daemon=True)
+        pipe, theirs = PROCESSES.Pipe()
+        process = PROCESSES.Process(target=serve, args=(rank, request.param, port, theirs), daemon=True)
         process.start()
         theirs.close()  # so that the pipe ends if the worker fails
         pipes.append(pipe)
