@@ -1,4 +1,4 @@
-"""Offline encoding against sentence-transformers."""
+"""Offline encoding against sentence-transformers, and FAISS on the GPU against brute force."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ import torch
 from transformers import BertConfig, BertModel
 
 from benchmarks.gpu import measure
-from benchmarks.gpu.suite import Context, Result
+from benchmarks.gpu.suite import Context, Result, Skipped
+from infembed_ray.errors import InputError
 
 BATCH_SIZES = (32, 128, 512)
 """Of sentence-transformers; the fastest counts."""
 COSINE = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
 """Largest 1 - cosine of our embedding with that of sentence-transformers."""
+RECALL_LOST = {"Flat": 1e-3, "IVF256,Flat": 0.1}
+"""FAISS type -> largest share of the exact ten nearest that it may miss; ties of a flat index are rounded."""
 
 
 def encode(context: Context) -> Iterator[Result]:
@@ -70,6 +73,39 @@ def encode(context: Context) -> Iterator[Result]:
         )
         del encoder, theirs
         measure.free()
+
+
+def faiss(context: Context) -> Iterator[Result]:
+    """Build indexes as the product does, search them on the device, and compare with exact search."""
+    try:
+        from infembed_ray.retrieval import faiss_index
+    except InputError as error:
+        raise Skipped(str(error)) from error
+    gpu = context.device == "cuda"
+    if gpu:
+        try:
+            faiss_index.require_gpu_faiss()
+        except InputError as error:
+            raise Skipped(str(error)) from error
+    count, dimension, width = (20_000, 32, 50) if context.tiny else (500_000, 896, 1000)
+    generator = np.random.default_rng(0)
+    centres = generator.standard_normal((256, dimension), dtype=np.float32)
+    noise = generator.standard_normal((count + width, dimension), dtype=np.float32)
+    vectors = _unit(centres[generator.integers(256, size=count + width)] + noise)
+    vectors, queries = vectors[:count], vectors[count:]
+    scores = torch.from_numpy(queries).to(context.device) @ torch.from_numpy(vectors).to(context.device).T
+    exact = scores.topk(10).indices.cpu().numpy()
+    for kind, bound in RECALL_LOST.items():
+        index = faiss_index.build(kind, vectors)
+        if hasattr(index, "nprobe"):
+            index.nprobe = 32
+        index = faiss_index.on_gpus(index) if gpu else index
+        taken = measure.seconds(lambda index=index: index.search(queries, 10), context, rounds=3)
+        hits = index.search(queries, 10)[1]
+        recall = float(np.mean([len(set(a) & set(b)) / 10 for a, b in zip(hits.tolist(), exact.tolist(), strict=True)]))
+        yield Result(
+            f"{kind}, {count} x {dimension}", {"queries/s": width / taken}, {"1 - recall@10": (1 - recall, bound)}
+        )
 
 
 def _bert(context: Context) -> BertModel:

@@ -113,6 +113,7 @@ CASES: dict[str, Case] = {
     "zero-2-offload": Case(".zero", "zero", 40, "ZeRO-2, optimizer in host memory", "2,optimizer"),
     "zero-3-offload": Case(".zero", "zero", 40, "ZeRO-3, optimizer and parameters in host memory", "3,all"),
     "encode": Case(".encode", "encode", 40, "offline encoding against SentenceTransformer.encode"),
+    "faiss": Case(".encode", "faiss", 15, "FAISS on the GPU against brute force"),
 }
 
 
