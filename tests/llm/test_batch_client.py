@@ -1,6 +1,8 @@
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -59,6 +61,16 @@ def test_a_download_has_address_and_key_of_its_endpoint_and_is_repeated_when_cut
     assert seen[0].query.get("api-version") == api_version
 
 
+async def status_of_a_batch(handle: Callable[[web.Request], Awaitable[web.Response]], **settings: Any) -> str:
+    """Ask an endpoint without a key, which `handle` answers for, for the state of a batch."""
+    application = web.Application()
+    application.router.add_get("/{any:.*}", handle)
+    async with TestServer(application) as server:
+        given = Endpoint(base_url=f"http://127.0.0.1:{server.port}", api_key_env=None, **settings)
+        async with contextlib.aclosing(BatchClient(given)) as batches:
+            return (await batches.describe("b")).status
+
+
 @pytest.mark.parametrize("api_version", [None, "2024-10-21"])
 def test_without_a_key_no_header_carries_one(monkeypatch: pytest.MonkeyPatch, api_version: str | None) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "of another endpoint")
@@ -69,15 +81,7 @@ def test_without_a_key_no_header_carries_one(monkeypatch: pytest.MonkeyPatch, ap
         seen.append(request)
         return web.json_response({"id": "b", "object": "batch", "status": "completed"})
 
-    async def poll() -> None:
-        application = web.Application()
-        application.router.add_get("/{any:.*}", handle)
-        async with TestServer(application) as server:
-            given = Endpoint(base_url=f"http://127.0.0.1:{server.port}", api_key_env=None, api_version=api_version)
-            async with contextlib.aclosing(BatchClient(given)) as batches:
-                await batches.describe("b")
-
-    asyncio.run(poll())
+    asyncio.run(status_of_a_batch(handle, api_version=api_version))
     assert not {"Authorization", "api-key"} & set(seen[0].headers)
 
 
@@ -98,16 +102,8 @@ def test_a_failing_poll_is_repeated_for_the_endpoints_patience(patience_s: float
             return web.Response(status=503)
         return web.json_response({"id": "b", "object": "batch", "status": "completed"})
 
-    async def poll() -> str:
-        application = web.Application()
-        application.router.add_get("/{any:.*}", handle)
-        async with TestServer(application) as server:
-            given = Endpoint(base_url=f"http://127.0.0.1:{server.port}", api_key_env=None, patience_s=patience_s)
-            async with contextlib.aclosing(BatchClient(given)) as batches:
-                return (await batches.describe("b")).status
-
     if answered:
-        assert asyncio.run(poll()) == "completed"
+        assert asyncio.run(status_of_a_batch(handle, patience_s=patience_s)) == "completed"
     else:
         with pytest.raises(RunFailure, match=r"no answer about batches \(HTTP 503: .*; the same command resumes"):
-            asyncio.run(poll())
+            asyncio.run(status_of_a_batch(handle, patience_s=patience_s))
