@@ -33,7 +33,7 @@ from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.progress import counted, say, track
 from infembed_ray.retrieval import faiss_index
 from infembed_ray.retrieval.corpus import parts_of, require_columns, require_passages, rows
-from infembed_ray.retrieval.milvus import Milvus, MilvusAddress
+from infembed_ray.retrieval.milvus import Milvus, MilvusAddress, is_address
 from infembed_ray.retrieval.passages import position, schema, take, write_passages
 from infembed_ray.retrieval.shard_files import (
     PASSAGES_FILE,
@@ -446,13 +446,12 @@ def prepare_engine(settings: IndexSettings) -> tuple[Milvus, IndexSettings]:
 
 
 def check_model(settings: IndexSettings, model: str) -> InstructionEncoder:
-    """Check model and index type before any work; return the encoder without its weights."""
-    from infembed_ray.modeling.encoder import (
-        InstructionEncoder,  # late: the tasks that import this module need no torch
-    )
+    """Check model and FAISS index type before any work; return the encoder without its weights."""
+    # Late: the tasks that import this module need no torch.
+    from infembed_ray.modeling.encoder import InstructionEncoder
 
     encoder = InstructionEncoder.from_pretrained(model, dimensions=settings.dimensions, device="meta")
-    if settings.factory is not None:
+    if settings.factory is not None and not is_address(settings.output):  # an external engine checks its own types
         faiss_index.new(settings.factory, encoder.dimension)
     return encoder
 

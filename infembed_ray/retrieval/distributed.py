@@ -108,10 +108,11 @@ class EncodeChunk:
     """A Ray Data actor that loads the model once and encodes chunks, each to its file."""
 
     def __init__(self, work: Work, model: str) -> None:
+        # Late: other tasks of this module need no torch.
+        from infembed_ray.modeling.encoder import InstructionEncoder
+
         self._work, settings = work, work.settings
         self._fault: str | None = None
-        from infembed_ray.modeling.encoder import InstructionEncoder  # late: other tasks of this module need no torch
-
         device = "cuda" if settings.gpus_per_actor else "cpu"
         try:
             self._encoder = InstructionEncoder.from_pretrained(model, dimensions=settings.dimensions, device=device)
@@ -141,7 +142,7 @@ def _run_in_engine(settings: IndexSettings) -> Published:
         engine.use(step.identity)
         return Published(step.path, done.manifest, fresh=False, uri=settings.output)
     started = time.monotonic()
-    encoder = build.check_model(settings.model_copy(update={"factory": None}), model)  # the engine checks its own types
+    encoder = build.check_model(settings, model)
     tasks = OnRay(local, model)
     with build.output_errors(local.output), work_directory(step, local, encoder.dimension) as work:
         engine.begin(step.identity, settings.metadata, encoder.dimension, settings.factory)  # first: it may refuse

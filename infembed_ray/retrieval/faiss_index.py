@@ -7,7 +7,6 @@ per dimension. `calibrate` finds the effort of approximate types. Candidates of 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 from collections.abc import Iterator, Mapping
@@ -345,15 +344,18 @@ class Searcher:
 
     def _nearest(self, vectors: np.ndarray, count: int, asked: Any = None) -> tuple[np.ndarray, np.ndarray]:
         """Search the index itself; the effort grows with `count` beyond the ten hits of the calibration."""
-        on_gpus = self._on_gpus if asked is None and count <= MAX_ON_GPU else None
+        index = self._on_gpus if self._on_gpus is not None and asked is None and count <= MAX_ON_GPU else self.index
         if not self.exact and (harder := count / (NEAR * self._rerank)) > 1:
             if isinstance(self.index, faiss.IndexHNSW):
                 asked = faiss.SearchParametersHNSW(efSearch=math.ceil(self.index.hnsw.efSearch * harder))
             else:
                 lists = min(self.index.nlist, math.ceil(self.index.nprobe * harder))
                 asked = faiss.SearchParametersIVF(nprobe=lists, **self._coarse(lists))
-        with self._one_at_a_time if on_gpus else contextlib.nullcontext():
-            scores, rows = (on_gpus or self.index).search(vectors, count, params=asked)
+        if index is self.index:
+            scores, rows = index.search(vectors, count, params=asked)
+        else:
+            with self._one_at_a_time:
+                scores, rows = index.search(vectors, count, params=asked)
         return scores, rows
 
     def _best(self, vectors: np.ndarray, scores: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
