@@ -38,6 +38,9 @@ _BEFORE_ANSWER = re.compile(
 )
 _AFTER_ANSWER = re.compile(rf"^[ \t]*{_BEGIN}|{_UNQUOTED}<\|\w+\|>|<\|\w+\|>\s*\Z", re.MULTILINE)
 _MARKS = ("<", "[THINK]", "◁", "assistantfinal")  # one of them is in every text with reasoning
+_JSON = json.JSONDecoder(strict=False)  # models write line breaks into strings
+_OBJECT = re.compile(r'\{\s*"')
+_SHOWN = re.compile(r"(?P<label>\w+): (?P<hint><.+>)")
 
 
 class RowFailure(Exception):
@@ -205,11 +208,6 @@ def replace_surrogates(text: str) -> str:
 def _shortened(text: str, length: int = 120) -> str:
     line = " ".join(text.split())
     return line if len(line) <= length else f"{line[: length - 3]}..."
-
-
-_JSON = json.JSONDecoder(strict=False)  # models write line breaks into strings
-_OBJECT = re.compile(r'\{\s*"')
-_SHOWN = re.compile(r"(?P<label>\w+): (?P<hint><.+>)")
 
 
 @dataclass(frozen=True)

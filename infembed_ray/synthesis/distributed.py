@@ -61,59 +61,6 @@ from infembed_ray.telemetry import report
 if TYPE_CHECKING:
     from infembed_ray.synthesis.batch_api import BatchReport
 
-_SEEDS = pa.schema([("index", pa.int64()), *((field.name, pa.string()) for field in fields(Seed))])
-
-
-def write_tasks(file: Path, seeds: Iterable[Seed], rows: int, actors: int) -> dict[str, list[int]]:
-    """Write the numbered seeds, one record batch of at most `rows` per task; return the tasks of each partition.
-
-    The coordinator maps the file, so neither a process nor the object store grows with the seeds.
-    """
-    waiting: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    tasks: defaultdict[str, list[int]] = defaultdict(list)
-    numbers = itertools.count()
-    with pa.ipc.new_file(str(file), _SEEDS) as stream:
-
-        def write(partition: str) -> None:
-            stream.write_batch(pa.RecordBatch.from_pylist(waiting.pop(partition), _SEEDS))
-            tasks[partition].append(next(numbers))
-
-        for index, seed in enumerate(seeds):
-            partition = partition_of(seed, actors)
-            waiting[partition].append({"index": index, **vars(seed)})
-            if len(waiting[partition]) == rows:
-                write(partition)
-        for partition in list(waiting):
-            write(partition)
-    return tasks
-
-
-def partition_of(seed: Seed, actors: int) -> str:
-    """Return the partition of a seed, for example `3of8`: a hash of its texts, since equal texts share answers."""
-    digest = hashlib.blake2b(f"{seed.query}\0{seed.passage}".encode(), digest_size=4).hexdigest()
-    return f"{int(digest, 16) % actors + 1}of{actors}"
-
-
-class Coordinator(Ledger):
-    """The ledger of a run. It also hands out the rows of tasks, because other nodes may share no directory.
-
-    Args:
-        tasks: file of `write_tasks`.
-    """
-
-    def __init__(self, limits: Limits, spent_usd: float, journal: Place, tasks: Path) -> None:
-        super().__init__(limits, spent_usd, note=partial(budget.note_at_most, journal))
-        self._file = tasks
-
-    @cached_property
-    def _tasks(self) -> pa.RecordBatchFileReader:
-        return pa.ipc.open_file(pa.memory_map(str(self._file)))
-
-    def rows(self, task: int) -> pa.RecordBatch:
-        """Return the numbered seeds of a task."""
-        return self._tasks.get_batch(task)
-
-
 ROWS_PER_TASK = 64
 """Most rows of a task: a task costs Ray Data as much CPU as dozens of requests."""
 TASKS_PER_ACTOR = 4
@@ -128,6 +75,7 @@ wait for an answer, and costs a tenth of the CPU."""
 CPUS_PER_ACTOR = 0.5
 """An actor mostly waits for its endpoint."""
 
+_SEEDS = pa.schema([("index", pa.int64()), *((field.name, pa.string()) for field in fields(Seed))])
 _RESULTS = pa.schema([("index", pa.int64()), ("outcome", pa.binary())])  # null outcome: the row was not finished
 
 
@@ -419,6 +367,56 @@ class _Synthesizer:
                         self._limiter.fail(failure)
                     return {"index": index, "outcome": pickle.dumps(outcome)}
         return {"index": index, "outcome": None}
+
+
+def write_tasks(file: Path, seeds: Iterable[Seed], rows: int, actors: int) -> dict[str, list[int]]:
+    """Write the numbered seeds, one record batch of at most `rows` per task; return the tasks of each partition.
+
+    The coordinator maps the file, so neither a process nor the object store grows with the seeds.
+    """
+    waiting: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    tasks: defaultdict[str, list[int]] = defaultdict(list)
+    numbers = itertools.count()
+    with pa.ipc.new_file(str(file), _SEEDS) as stream:
+
+        def write(partition: str) -> None:
+            stream.write_batch(pa.RecordBatch.from_pylist(waiting.pop(partition), _SEEDS))
+            tasks[partition].append(next(numbers))
+
+        for index, seed in enumerate(seeds):
+            partition = partition_of(seed, actors)
+            waiting[partition].append({"index": index, **vars(seed)})
+            if len(waiting[partition]) == rows:
+                write(partition)
+        for partition in list(waiting):
+            write(partition)
+    return tasks
+
+
+def partition_of(seed: Seed, actors: int) -> str:
+    """Return the partition of a seed, for example `3of8`: a hash of its texts, since equal texts share answers."""
+    digest = hashlib.blake2b(f"{seed.query}\0{seed.passage}".encode(), digest_size=4).hexdigest()
+    return f"{int(digest, 16) % actors + 1}of{actors}"
+
+
+class Coordinator(Ledger):
+    """The ledger of a run. It also hands out the rows of tasks, because other nodes may share no directory.
+
+    Args:
+        tasks: file of `write_tasks`.
+    """
+
+    def __init__(self, limits: Limits, spent_usd: float, journal: Place, tasks: Path) -> None:
+        super().__init__(limits, spent_usd, note=partial(budget.note_at_most, journal))
+        self._file = tasks
+
+    @cached_property
+    def _tasks(self) -> pa.RecordBatchFileReader:
+        return pa.ipc.open_file(pa.memory_map(str(self._file)))
+
+    def rows(self, task: int) -> pa.RecordBatch:
+        """Return the numbered seeds of a task."""
+        return self._tasks.get_batch(task)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,8 @@ from infembed_ray.synthesis.pipeline import STEPS, next_request
 
 POOL_SIZE = 10_000
 """Most passages to draw distractors from."""
+BATCHES = "batches"
+"""Directory of the Batch API's files, in the journal's directory."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,6 @@ class _PassageSample:
     def _prune(self) -> None:
         smallest = set(heapq.nsmallest(self._size, self._kept))
         self._kept = {digest: passage for digest, passage in self._kept.items() if digest in smallest}
-
-
-BATCHES = "batches"
-"""Directory of the Batch API's files, in the journal's directory."""
 
 
 @dataclass(frozen=True)

@@ -30,28 +30,6 @@ from infembed_ray.serving.http.middleware import OPEN_PATHS, ApiMiddleware
 from infembed_ray.serving.http.routes import Collections, add_collection_routes, add_model_routes, add_status_routes
 from infembed_ray.serving.routing.blue_green import Release
 
-
-def api_docs_page(document: Mapping[str, Any]) -> str:
-    """Render an OpenAPI document."""
-    return render("infembed_ray.serving.http", "api_docs.html", document=document, type_of=type_of)
-
-
-def type_of(schema: Mapping[str, Any]) -> Markup:
-    """Describe the type of a JSON schema in a few words of HTML; a named schema becomes a link."""
-    if "$ref" in schema:
-        return Markup('<a href="#{0}">{0}</a>').format(schema["$ref"].rpartition("/")[2])
-    kinds = schema.get("type", "anything")
-    if choices := schema.get("anyOf", schema.get("oneOf")):
-        words = [type_of(choice) for choice in choices]
-    elif values := schema.get("enum", [schema["const"]] if "const" in schema else None):
-        words = [Markup("<code>{}</code>").format(json.dumps(value)) for value in values]
-    elif kinds == "array":
-        words = [Markup("list of ") + type_of(schema["items"])]
-    else:
-        words = [escape(kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
-    return Markup(" or ").join(words)
-
-
 FILES = resources.files("infembed_ray.serving.http") / "playground"
 ASSETS = (
     "api_docs.css",
@@ -65,7 +43,6 @@ ASSETS = (
 )
 """Files below `/playground/`. They hold no data and need no API key; the page's requests to the API do."""
 MEDIA_TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
-
 PLAYGROUND_HEADERS = {
     # No other origins, no inline code, no HTML from strings (Trusted Types): a passage cannot become a script.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -224,3 +201,24 @@ def playground() -> APIRouter:
 
         routes.add_api_route(path, answer, methods=["GET", "HEAD"])
     return routes
+
+
+def api_docs_page(document: Mapping[str, Any]) -> str:
+    """Render an OpenAPI document."""
+    return render("infembed_ray.serving.http", "api_docs.html", document=document, type_of=type_of)
+
+
+def type_of(schema: Mapping[str, Any]) -> Markup:
+    """Describe the type of a JSON schema in a few words of HTML; a named schema becomes a link."""
+    if "$ref" in schema:
+        return Markup('<a href="#{0}">{0}</a>').format(schema["$ref"].rpartition("/")[2])
+    kinds = schema.get("type", "anything")
+    if choices := schema.get("anyOf", schema.get("oneOf")):
+        words = [type_of(choice) for choice in choices]
+    elif values := schema.get("enum", [schema["const"]] if "const" in schema else None):
+        words = [Markup("<code>{}</code>").format(json.dumps(value)) for value in values]
+    elif kinds == "array":
+        words = [Markup("list of ") + type_of(schema["items"])]
+    else:
+        words = [escape(kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
+    return Markup(" or ").join(words)

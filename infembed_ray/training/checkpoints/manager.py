@@ -38,6 +38,9 @@ if TYPE_CHECKING:  # a driver that only checks whether a run can resume does not
 _POLL_S = 0.5
 _TIMEOUT_S = 1800.0
 """Seconds that worker 0 waits for the files of the others, as long as a collective of torch."""
+KEEP_LAST = 2
+"""Newest checkpoints to keep: one of them may be damaged."""
+_RESHARDED = "resharded-"
 
 
 class Upload:
@@ -125,11 +128,6 @@ class Upload:
         old = [n for n, tag in tags.items() if tag not in keep and step_of(tag) <= self.checkpoint.progress.step]
         for name in sorted(old, key=lambda name: not name.endswith(MARKER)):  # markers first: see MARKER
             folder.delete(name)
-
-
-KEEP_LAST = 2
-"""Newest checkpoints to keep: one of them may be damaged."""
-_RESHARDED = "resharded-"
 
 
 class CheckpointManager:

@@ -29,6 +29,10 @@ from infembed_ray.training.scores import Scores
 
 _LISTED_RECORDS = 8
 """Maximum number of records that a message lists."""
+_DIGITS = 7
+"""Significant digits of a logged figure, as many as fp32 has."""
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1 << 10
+_GIB = 1 << 30
 
 
 class Monitor:
@@ -69,12 +73,6 @@ class Monitor:
 def _listed(records: Sequence[str]) -> str:
     more = f" and {len(records) - _LISTED_RECORDS} more" if len(records) > _LISTED_RECORDS else ""
     return f" (records {', '.join(records[:_LISTED_RECORDS])}{more})" if records else ""
-
-
-_DIGITS = 7
-"""Significant digits of a logged figure, as many as fp32 has."""
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1 << 10
-_GIB = 1 << 30
 
 
 @torch.no_grad()
