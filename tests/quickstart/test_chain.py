@@ -103,6 +103,7 @@ def test_the_readmes_sample_ignores_the_instruction_before_training(minilm):
 
 @pytest.mark.ray
 @pytest.mark.end_to_end
+@pytest.mark.slow  # .ci/run runs it after the others
 @pytest.mark.timeout(1800)
 def test_quickstart_prints_what_the_readme_shows_and_a_second_run_has_nothing_to_do(
     tmp_path, monkeypatch, capsys, minilm
