@@ -94,7 +94,7 @@ def measure(size: int, model: InstructionEncoder, options: argparse.Namespace) -
     rows, of_workers = records(size), shares(size, options.workers)
     prepares = preparer(rows, model)
     prepared = prepares.prepare((0, of_workers))
-    tokens = sum(layout.input_ids.numel() for _, layout in (*prepared.queries, *prepared.passages))
+    tokens = sum(layout.input_ids.numel() for _, layout in (p for _, passes in prepared.groups for p in passes))
     pause = 6 * options.parameters * tokens / FLOPS_PER_SECOND
     items = ((n, of_workers) for n in count())
     threaded = ahead(prepares.prepare, items)

@@ -19,7 +19,7 @@ from infembed_ray.config.training import PoolingMode
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import adapters, checkpoint, checkpoint_writer, pretrained
 from infembed_ray.modeling.attention import prefix_tree
-from infembed_ray.modeling.attention.flex import flex_pays
+from infembed_ray.modeling.attention.flex import compile_layers, flex_pays
 from infembed_ray.modeling.attention.packing import enable_packing, first_position, packed, packing_pays
 from infembed_ray.modeling.interaction import CrossAttention, pair_batches, paired
 from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded
@@ -236,8 +236,10 @@ class InstructionEncoder(nn.Module):
     ) -> Iterator[tuple[list[int], Layout]]:
         """Divide texts as for a backbone of this device and precision; the layouts are on the CPU."""
         pack = self._packs_on(device, dtype)
-        # Flex compiles each width: steps of a training repeat few widths, and a query would wait for the compiler.
-        flex = self.training and not self._drops and flex_pays(device)
+        if self.training and flex_pays(device) and self._reads_trees:
+            # A query would wait for the compiler, so only training compiles.
+            yield from prefix_tree.forests(sequences, batch_tokens, flex=True)
+            return
         lay = partial(packed, first_position=self._first_position) if pack else partial(padded, pad_id=self._pad_id)
         for side in get_args(Side):
             of_side = [row for row, s in enumerate(sequences) if s.side == side]
@@ -248,12 +250,30 @@ class InstructionEncoder(nn.Module):
                     yield rows, paired([sequences[row] for row in rows], lay)
                 continue
             if self._shares_prefixes(side, texts):
-                for group, layout in prefix_tree.forests(texts, batch_tokens, flex):
+                for group, layout in prefix_tree.forests(texts, batch_tokens):
                     yield [of_side[i] for i in group], layout
                 continue
             for group in length_sorted_batches(list(map(len, texts)), batch_tokens, padded=not pack):
                 rows = [of_side[i] for i in group]
                 yield rows, lay([sequences[row] for row in rows])
+
+    @property
+    def one_backbone(self) -> bool:
+        """Whether texts of both sides can share a forward pass: one backbone reads both, and nothing else does."""
+        return self.passage_backbone is None and self.interaction is None
+
+    @property
+    def _reads_trees(self) -> bool:
+        """Whether texts of both sides can lie in one row of trees, whatever the texts: every worker must do the same."""
+        longest = max(self.text.query_length, self.text.passage_length)
+        able = self.causal and self.one_backbone and not self._drops
+        return able and prefix_tree.obstacle(self.backbone, longest) is None
+
+    def compile_layers(self) -> None:
+        """Compile the layers of a backbone that trains on prefix trees on a GPU; else do nothing."""
+        quantized = getattr(self.backbone.config, "quantization_config", None) is not None
+        if flex_pays(self.device) and self._reads_trees and not quantized:
+            compile_layers(self.backbone)
 
     def _shares_prefixes(self, side: Side, sequences: Sequence[Tokens]) -> bool:
         """Return whether to encode shared prefixes once; log once if the backbone does not support it."""

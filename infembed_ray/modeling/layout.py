@@ -48,6 +48,11 @@ class Layout:
     position_ids: Tensor | None = None
     pairs: Tensor | None = None
 
+    @property
+    def size(self) -> int:
+        """Number of places that hold a token, once for a shared prefix."""
+        return self.input_ids.numel() if self.attention_mask is None else self.tokens.numel()
+
     def to(self, device: torch.device) -> Self:
         """Copy the layout to a device, except what stays on the CPU."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _HOST}

@@ -55,6 +55,8 @@ class Engine:
         connect(settings)
         if settings.activation_checkpointing:
             encoder.checkpoint_activations()
+        if settings.zero_stage < 3:  # whose hooks gather the parameters inside of a layer
+            encoder.compile_layers()
         self.encoder = encoder
         self.work = Workload(encoder)
         self._settings = settings
@@ -68,17 +70,17 @@ class Engine:
         deepspeed_compat.use_checkpoint_engine(self._deepspeed, self._files)
 
     def encode(self, sequences: Sequence[Tokens], laid_out: Sequence[Pass] | None = None) -> Tensor:
-        """Embed tokenized texts of one side, in these passes if given: (n, d) unit vectors with gradient."""
+        """Embed tokenized texts that share a backbone, in these passes if given: (n, d) unit vectors with gradient."""
         tokens = self._settings.grad_cache_tokens
         passes = list(laid_out or preparation.passes(self.encoder, sequences, tokens))
-        # Without GradCache each side is one pass on every worker.
-        idle = self._idle_passes(passes, sequences) if tokens else []
         for _, layout in passes:
             self.work.add(layout)
-        for _, layout in idle:
-            self.work.add(layout, idle=True)
-        passes += idle
-        passes.reverse()  # the longest pass is often the last one then, and GradCache keeps the graph of the last
+        if tokens:  # else there are equally many passes on every worker
+            idle = self._idle_passes(passes, sequences)
+            for _, layout in idle:
+                self.work.add(layout, idle=True)
+            # The longest pass is often the last one then, and GradCache keeps the graph of the last.
+            passes = [*idle, *reversed(passes)]
         layouts = [layout.to(self.encoder.device) for _, layout in passes]
         return _in_order(self._passes.encode(layouts), passes, len(sequences))
 
@@ -88,7 +90,8 @@ class Engine:
         self._deepspeed.eval()
         passes = preparation.passes(self.encoder, sequences, batch_tokens)
         passes += self._idle_passes(passes, sequences)
-        embeddings = torch.cat([self._deepspeed(layout.to(self.encoder.device)) for _, layout in passes])
+        with torch.compiler.set_stance("force_eager"):  # layers are compiled for the rows of a training
+            embeddings = torch.cat([self._deepspeed(layout.to(self.encoder.device)) for _, layout in passes])
         self._deepspeed.train()
         return _in_order(embeddings, passes, len(sequences))
 

@@ -169,8 +169,8 @@ class _Trainer:
     def _forward(self, prepared: Prepared) -> tuple[Tensor, Scores]:
         """Return this worker's loss of a step, and the scores of its whole embeddings."""
         batch = prepared.batch
-        queries = self._engine.encode(batch.queries, prepared.queries)
-        passages = self._engine.encode(batch.passages, prepared.passages)
+        embeddings = torch.cat([self._engine.encode(*group) for group in prepared.groups])
+        queries, passages = embeddings.tensor_split([len(batch.queries)])
         compared = [(queries, passages)]
         for dimensions in self._settings.matryoshka:
             compared.append((truncate(queries, dimensions), truncate(passages, dimensions)))
@@ -195,9 +195,8 @@ class _Trainer:
         """
         sums = torch.stack(list(measured.values()))
         parts = (sums, self._engine.work.take(), sums.new_tensor([float(self._preempted())]))
-        agreed = mean_over_workers(torch.cat(parts)).split([len(part) for part in parts])
-        means, work, (notices,) = (part.tolist() for part in agreed)
-        return dict(zip(measured, map(rounded, means), strict=True)), work, notices > 0
+        *means, slots, tokens, flops, notices = mean_over_workers(torch.cat(parts)).tolist()
+        return dict(zip(measured, map(rounded, means), strict=True)), [slots, tokens, flops], notices > 0
 
     def _log_step(self, records: int, figures: Mapping[str, float | None], rate: float, norm: float) -> None:
         """Advance the progress, evaluate if it is time, and log the step."""

@@ -22,7 +22,7 @@ from infembed_ray.training.overlap import OverlapDropout
 AHEAD = 2
 """Steps prepared before they are needed."""
 ONE_PASS = 1 << 40
-"""Token limit of a pass without GradCache: all texts of a side in one pass."""
+"""Token limit of a pass without GradCache: all texts of a side, or of both on one backbone, in one pass."""
 
 Pass = tuple[list[int], Layout]
 """Indices of some texts, and their layout; see `InstructionEncoder.layouts`."""
@@ -32,15 +32,19 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A step, ready for its forward passes: seed of what is drawn, ids of the records of all workers in rank order, this
-    worker's share, and the passes of its texts, on the CPU.
+    """A step, ready for its forward passes.
+
+    Attributes:
+        seed: seed of what is drawn.
+        ids: ids of the records of all workers, in rank order.
+        batch: this worker's share.
+        groups: its queries, then its passages, and their passes, on the CPU; one group if a backbone reads both.
     """
 
     seed: str
     ids: list[str]
     batch: Batch
-    queries: list[Pass]
-    passages: list[Pass]
+    groups: list[tuple[list[Tokens], list[Pass]]]
 
 
 class Preparer:
@@ -85,14 +89,14 @@ class Preparer:
             iq_negatives=settings.iq_negatives,
             seed=seed,
         )
-        queries, passages = (
-            passes(self._encoder, s, settings.grad_cache_tokens) for s in (batch.queries, batch.passages)
-        )
-        return Prepared(seed, [record.id for share in shares for record in share], batch, queries, passages)
+        sides = [batch.queries, batch.passages]
+        groups = [[*batch.queries, *batch.passages]] if self._encoder.one_backbone else sides
+        laid_out = [(texts, passes(self._encoder, texts, settings.grad_cache_tokens)) for texts in groups]
+        return Prepared(seed, [record.id for share in shares for record in share], batch, laid_out)
 
 
 def passes(encoder: InstructionEncoder, sequences: Sequence[Tokens], batch_tokens: int | None) -> list[Pass]:
-    """Divide texts of one side into passes of at most `batch_tokens` tokens, or one pass for None, on the CPU."""
+    """Divide texts into passes of at most `batch_tokens` tokens, or one pass for None, on the CPU."""
     return list(encoder.lay_out(sequences, batch_tokens or ONE_PASS, encoder.device, encoder.dtype))
 
 

@@ -69,8 +69,10 @@ def test_batches_are_those_of_collate_while_the_same_tokenizer_is_in_use(minilm)
         expected = collate(encoder, shares, 1, objective, instruction_negatives=2, seed=f"42/{number}")
         ids = [record.id for share in shares for record in share]
         assert (got.seed, got.ids, got.batch) == (f"42/{number}", ids, expected)
-        for passes, texts in ((got.queries, expected.queries), (got.passages, expected.passages)):
-            [(rows, layout)] = passes
+        [(texts, passes)] = got.groups
+        assert texts == expected.queries + expected.passages
+        assert [layout.side for _, layout in passes] == ["query", "passage"]
+        for rows, layout in passes:
             assert [len(texts[row]) for row in rows] == layout.lengths.tolist()
             assert layout.input_ids.device == torch.device("cpu")
     assert not encoder.training

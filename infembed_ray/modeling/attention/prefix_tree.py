@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from infembed_ray.modeling.attention.flex import FlexTreeAttention
+from infembed_ray.modeling.attention.flex import FlexTreeLayout
 from infembed_ray.modeling.attention.packing import ATTENTION as PACKED
 from infembed_ray.modeling.attention.packing import Attend
 from infembed_ray.modeling.layout import Layout, on_device
@@ -34,22 +35,16 @@ Measured: half of this on a CPU at width 256, a tenth on a GPU at 1.5B parameter
 
 @dataclass(frozen=True)
 class TreeLayout(Layout):
-    """Prefix trees in a single row.
+    """Prefix trees in a single row, for SDPA with a dense mask of each tree.
 
     Attributes:
         ends: (width) end of each token's subtree: token q may attend to token k if k <= q < ends[k].
-        flex: whether FlexAttention attends, rather than SDPA with a dense mask of each tree.
     """
 
     ends: Tensor = field(kw_only=True)
-    flex: bool = False
 
     def backbone_inputs(self, backbone: Any) -> dict[str, Any]:
-        device = self.input_ids.device
-        if self.flex:
-            attend: Attend = FlexTreeAttention.from_ends(self.ends, device)
-        else:
-            attend = TreeAttention.from_ends(self.ends, backbone.dtype, device)
+        attend: Attend = TreeAttention.from_ends(self.ends, backbone.dtype, self.input_ids.device)
         return super().backbone_inputs(backbone) | {"attend": attend}
 
 
@@ -105,97 +100,85 @@ def saves(sequences: Sequence[Tokens]) -> bool:
 
 def forests(
     sequences: Sequence[Tokens], batch_tokens: int, flex: bool = False
-) -> Iterator[tuple[list[int], TreeLayout]]:
-    """Lay out texts of one side as trees, in passes of at most `batch_tokens` tokens.
+) -> Iterator[tuple[list[int], TreeLayout | FlexTreeLayout]]:
+    """Lay out texts for one backbone as trees, in passes of at most `batch_tokens` tokens.
 
     A tree that continues in the next pass repeats the shared tokens there. A longer text is a pass of its own.
 
     Args:
-        sequences: texts of one side.
+        sequences: texts of one backbone.
         batch_tokens: tokens per pass.
-        flex: attend by FlexAttention.
+        flex: for FlexAttention.
 
     Yields:
         rows of `sequences`, and the layout of those texts in that order. Every row once.
     """
     rows: list[int] = []
-    forest = _Forest(flex)
+    forest = _Forest()
     for row in sorted(range(len(sequences)), key=lambda row: sequences[row].ids):  # the order of a depth-first walk
-        ids = sequences[row].ids
-        if rows and len(forest.ids) + len(ids) - forest.shared(ids) > batch_tokens:
-            yield rows, forest.layout(sequences[rows[0]].side)
-            rows, forest = [], _Forest(flex)
+        ids = np.array(sequences[row].ids)
+        if rows and forest.size + len(ids) - forest.shared(ids) > batch_tokens:
+            yield rows, forest.layout(sequences[rows[0]].side, flex)
+            rows, forest = [], _Forest()
         forest.add(ids)
         rows.append(row)
     if rows:
-        yield rows, forest.layout(sequences[rows[0]].side)
+        yield rows, forest.layout(sequences[rows[0]].side, flex)
 
 
 class _Forest:
-    """Trees under construction. Texts must be added in the order of their ids."""
+    """Trees under construction. Texts must be added in the order of their ids, int64 arrays."""
 
-    def __init__(self, flex: bool) -> None:
-        self.flex = flex
-        self.ids: list[int] = []
-        self.positions: list[int] = []
-        self.ends: list[int] = []
-        self.tokens: list[int] = []
-        self.lengths: list[int] = []
-        self._last: list[int] = []  # ids of the last text
-        self._path: list[int] = []  # places of the last text
+    def __init__(self) -> None:
+        self.size = 0
+        self._ids: list[np.ndarray] = []  # of each text beyond what it shares
+        self._depths: list[int] = []  # of their first tokens
+        self._paths: list[np.ndarray] = []  # places of each text's tokens
+        self._closed: list[tuple[np.ndarray, int]] = []  # places of tokens, and where their subtrees end
+        self._last = self._path = np.empty(0, np.int64)  # ids and places of the last text
         self._root = 0  # place of the last tree
 
-    def shared(self, ids: list[int]) -> int:
+    def shared(self, ids: np.ndarray) -> int:
         """Return how many leading tokens a text takes from the last tree; 0 if it starts a tree.
 
         A text joins a tree if the saved tokens cost more than the additional pairs of a wider tree.
         """
         shared = _common(self._last, ids)
-        width = len(self.ids) - self._root
+        width = self.size - self._root
         joined = (width + len(ids) - shared) ** 2
         separate = width**2 + len(ids) ** 2
         return shared if joined - separate < shared * PAIRS_PER_TOKEN else 0
 
-    def add(self, ids: list[int]) -> None:
-        shared, start = self.shared(ids), len(self.ids)
+    def add(self, ids: np.ndarray) -> None:
+        shared, start = self.shared(ids), self.size
         if not shared:
             self._root = start
-        self._close(shared)
-        self._path += range(start, start + len(ids) - shared)
+        self._closed.append((self._path[shared:], start))
+        self.size += len(ids) - shared
+        self._path = np.concatenate([self._path[:shared], np.arange(start, self.size)])
         self._last = ids
-        self.ids += ids[shared:]
-        self.positions += range(shared, len(ids))
-        self.ends += [0] * (len(ids) - shared)
-        self.tokens += self._path
-        self.lengths.append(len(ids))
+        self._ids.append(ids[shared:])
+        self._depths.append(shared)
+        self._paths.append(self._path)
 
-    def _close(self, depth: int) -> None:
-        """End the subtrees of the last path's tokens beyond `depth`."""
-        for place in self._path[depth:]:
-            self.ends[place] = len(self.ids)
-        del self._path[depth:]
-
-    def layout(self, side: Side) -> TreeLayout:
-        self._close(0)
-        ids = torch.tensor([self.ids])
-        return TreeLayout(
-            input_ids=ids,
-            attention_mask=None,
-            tokens=torch.tensor(self.tokens),
-            lengths=torch.tensor(self.lengths),
-            side=side,
-            position_ids=torch.tensor([self.positions]),
-            ends=torch.tensor(self.ends),
-            flex=self.flex,
-        )
+    def layout(self, side: Side, flex: bool) -> TreeLayout | FlexTreeLayout:
+        ends = np.empty(self.size, np.int64)
+        for places, after in (*self._closed, (self._path, self.size)):
+            ends[places] = after
+        positions = [depth + np.arange(len(ids)) for ids, depth in zip(self._ids, self._depths, strict=True)]
+        lengths = np.fromiter(map(len, self._paths), np.int64, len(self._paths))
+        parts = (np.concatenate(self._ids), np.concatenate(positions), ends, np.concatenate(self._paths), lengths)
+        row, places, end, tokens, counts = map(torch.from_numpy, parts)
+        if flex:
+            return FlexTreeLayout.extended(row, places, end, tokens=tokens, lengths=counts, side=side)
+        return TreeLayout(row.unsqueeze(0), None, tokens, counts, side, places.unsqueeze(0), ends=end)
 
 
-def _common(a: list[int], b: list[int]) -> int:
+def _common(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
     """Return the number of equal leading ids."""
-    for n, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return n
-    return min(len(a), len(b))
+    least = min(len(a), len(b))
+    differs = np.flatnonzero(np.asarray(a)[:least] != np.asarray(b)[:least])
+    return int(differs[0]) if len(differs) else least
 
 
 def _mask(ends: Tensor, dtype: torch.dtype) -> Tensor:

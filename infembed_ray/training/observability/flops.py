@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infembed_ray.modeling.attention.flex import FlexTreeLayout
 from infembed_ray.modeling.attention.prefix_tree import TreeLayout
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout, on_device
@@ -86,9 +87,9 @@ class BackboneFlops:
 
     def pairs(self, layout: Layout) -> Tensor:
         """Count the attended pairs of tokens in a forward pass, without padding, summed over the layers."""
-        if isinstance(layout, TreeLayout) and layout.position_ids is not None:
+        if isinstance(layout, TreeLayout | FlexTreeLayout) and layout.position_ids is not None:
             # A token attends to itself and its ancestors.
-            return (layout.position_ids + 1).sum() * len(self.windows)
+            return (layout.position_ids[0, : layout.size] + 1).sum() * len(self.windows)
         lengths = layout.lengths
         pairs = lengths.new_zeros(())
         for reach in set(self.windows):
@@ -120,10 +121,9 @@ class Workload:
         self._slots += layout.input_ids.numel()
         if idle:
             return
-        tokens = layout.input_ids.numel() if layout.attention_mask is None else layout.tokens.numel()
         backbone = self._passages if layout.side == "passage" else self._queries
-        self._tokens += tokens
-        self._flops += tokens * backbone.token + float(backbone.pairs(layout)) * backbone.pair
+        self._tokens += layout.size
+        self._flops += layout.size * backbone.token + float(backbone.pairs(layout)) * backbone.pair
 
     def take(self) -> Tensor:
         """Return slots, tokens and FLOPs, (3,) float64 on the encoder's device, and start counting anew.
