@@ -4,10 +4,10 @@
     python -m benchmarks.gpu --cases varlen trees --minutes 2
     python -m benchmarks.gpu --device cpu --tiny --minutes 2    # a test of the suite itself
 
-Models have random weights in the shapes of Qwen2.5 (0.5B, 1.5B, 3B, 7B). Each case runs in a process of its own and gets a
-share of the time that is left, so a crash, an out-of-memory error or a time-out ends only that case. A case whose packages
-are missing is skipped and says which; `machine`, `varlen`, `trees`, `bf16` and `grad_cache` need torch, transformers and rich
-only. Every result is written when it is measured:
+Models have random weights in the shapes of Qwen2.5 (0.5B, 1.5B, 3B, 7B). Each case runs in its own process, so a crash, an
+out-of-memory error or a time-out ends only that case. A case starts only if the time that it needs is left; else the results
+say "not run". The cases stand in the order of their weight; `--list` shows the seconds and the packages that each needs. A
+case whose packages are missing is skipped and names the package. Results are written as they come:
 
     RESULTS/DATE-gpu-DEVICE.jsonl    one JSON object a line: the machine, then results
     RESULTS/DATE-gpu-DEVICE.md       the same as tables
@@ -32,13 +32,18 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=suite.CASES, default=list(suite.CASES), metavar="CASE")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="models of some thousand parameters, to test the suite")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parents[1] / "results")
-    parser.add_argument("--list", action="store_true", help="name the cases and what each shows, and stop")
+    parser.add_argument("--profile", action="store_true", help="also divide the host's time of a step (step-0.5b)")
+    parser.add_argument(
+        "--results", "--out", type=Path, metavar="DIRECTORY", default=Path(__file__).parents[1] / "results"
+    )
+    parser.add_argument("--list", action="store_true", help="name the cases, their seconds, what each shows and needs")
     options = parser.parse_args()
     if options.list:
-        print("\n".join(f"{name:16}{case.shows}" for name, case in suite.CASES.items()))
+        print(f"every case: {', '.join(suite.BASE)}")
+        for name, case in suite.CASES.items():
+            print(f"{name:16}{case.seconds:3.0f} s  {case.shows}{'; needs ' * bool(case.needs)}{', '.join(case.needs)}")
         return 0
-    return suite.run(options.cases, options.minutes, options.results, options.device, options.tiny)
+    return suite.run(options.cases, options.minutes, options.results, options.device, options.tiny, options.profile)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from torch import Tensor
 from benchmarks.gpu import measure
 from benchmarks.gpu.suite import Context, Result
 from infembed_ray.modeling.attention import prefix_tree
+from infembed_ray.modeling.attention.flex import flex_pays
 from infembed_ray.modeling.attention.packing import enable_packing, packed, packing_pays
 from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded
 from infembed_ray.modeling.tokenizer import Tokens
@@ -129,8 +130,7 @@ def _padded(sample: list[Tokens], budget: int = ONE_PASS) -> Passes:
 
 
 def _ways_of_trees(sample: list[Tokens], context: Context) -> dict[str, Passes]:
-    """FlexAttention has no backward pass on a CPU."""
-    kinds = {"dense trees": False} | ({"flex trees": True} if context.device == "cuda" else {})
+    kinds = {"dense trees": False} | ({"flex trees": True} if flex_pays(torch.device(context.device)) else {})
     return {name: list(prefix_tree.forests(sample, ONE_PASS, flex)) for name, flex in kinds.items()}
 
 

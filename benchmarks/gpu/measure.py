@@ -8,19 +8,22 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import torch
 import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 
 import infembed_ray
 from benchmarks.gpu.suite import Context
+from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout
 from infembed_ray.modeling.pooling import pool
 from infembed_ray.modeling.tokenizer import Tokens
+from infembed_ray.training.observability.flops import Workload, peak_flops
 
 GIB = 2**30
 QUERY_LENGTH, PASSAGE_LENGTH = 256, 512
@@ -29,12 +32,12 @@ INSTRUCTION, QUERY, PASSAGE = 48, 11, 75
 """Mean tokens of the published records."""
 SPREAD = 0.4
 """Standard deviation of the logarithm of a length."""
-WORDS = 400
-"""Words of the tokenizer, fewer than any model's ids."""
+WORDS = [a + b for a in ascii_lowercase for b in ascii_lowercase]
+"""Words that are one token each; see `tokenizer`."""
 _KNOWN = Path(infembed_ray.__file__).parent / "planning" / "backbones.yaml"
 _SMALLEST = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
 _TINY = {
-    "vocab_size": 512,
+    "vocab_size": 2048,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -89,13 +92,76 @@ def texts(
     return made
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer that splits at spaces: a token a word."""
-    words = {word: number for number, word in enumerate(("<pad>", "<eos>", "<unk>", *map(str, range(WORDS))))}
-    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    named = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+def sentence(length: int, rng: random.Random) -> str:
+    """Make a text of some `WORDS`."""
+    return " ".join(rng.choices(WORDS, k=length))
+
+
+def tokenizer(family: str = "qwen2") -> PreTrainedTokenizerFast:
+    """Make a tokenizer to which each of `WORDS` is one token.
+
+    transformers 5 loads a saved tokenizer in the class of the model's family, which splits texts in its own way: at spaces
+    (bert), or so that a word has the space before it (qwen2). The vocabulary fits that way.
+    """
+    if family == "bert":
+        named = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+        names = (*named.values(), *WORDS)
+        backend = Tokenizer(models.WordPiece({name: n for n, name in enumerate(names)}, unk_token="[UNK]"))
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        marks = [(mark, names.index(mark)) for mark in ("[CLS]", "[SEP]")]
+        backend.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=marks)
+    else:
+        named = dict.fromkeys(("pad_token", "eos_token", "unk_token"), "<|endoftext|>")
+        spaced = [f"Ġ{word}" for word in WORDS]
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        names = ("<|endoftext|>", *alphabet, *WORDS, *spaced)
+        merges = [*map(tuple, WORDS), *(("Ġ", word) for word in WORDS)]
+        backend = Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, merges))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=PASSAGE_LENGTH, **named)
+
+
+def read_by(model: Any, work: Callable[[], Any]) -> tuple[int, int]:
+    """Return the number and the sum of the token ids, without padding, that a SentenceTransformer reads."""
+    read: list[Tensor] = []
+
+    def note(_: nn.Module, positional: tuple[Any, ...]) -> None:
+        (features,) = positional
+        ids, mask = features["input_ids"], features["attention_mask"]
+        read.append(torch.stack([mask.sum(), (ids * mask).sum()]))
+
+    hook = model[0].register_forward_pre_hook(note)
+    try:
+        work()
+    finally:
+        hook.remove()
+    count, total = torch.stack(read).sum(dim=0).tolist()
+    return count, total
+
+
+def of_tokens(sequences: Iterable[Tokens]) -> tuple[int, int]:
+    """Return the number and the sum of the ids of texts, as `read_by`."""
+    ids = [i for tokens in sequences for i in tokens.ids]
+    return len(ids), sum(ids)
+
+
+def same_ids(found: tuple[int, int], expected: tuple[int, int]) -> dict[str, tuple[float, float]]:
+    """Return the check that both sides of a ratio read the same ids."""
+    return {"tokens read": (float(abs(found[0] - expected[0])), 0.0), "ids": (float(abs(found[1] - expected[1])), 0.0)}
+
+
+def forward_flops(encoder: InstructionEncoder, sequences: Sequence[Tokens]) -> float:
+    """Return the model FLOPs of embedding texts: a third of those of a step."""
+    work = Workload(encoder)
+    for _, layout in encoder.lay_out(sequences, 1 << 40, encoder.device, encoder.dtype):
+        work.add(layout)
+    return float(work.take()[2]) / 3
+
+
+def mfu(flops: float, taken: float, context: Context) -> dict[str, float]:
+    """Return the share of the device's peak, if it is known."""
+    peak = peak_flops(torch.cuda.get_device_name(), torch.bfloat16) if context.device == "cuda" else None
+    return {"MFU": flops / taken / peak} if peak else {}
 
 
 def embed(backbone: nn.Module, passes: Iterable[tuple[list[int], Layout]], device: str) -> Tensor:

@@ -8,6 +8,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+_NOTES = ("skipped", "not run", "error")
+"""Kinds of lines that hold no result."""
+
 
 class Results:
     """Collects the lines of all cases, writes each at once and prints it.
@@ -26,7 +29,7 @@ class Results:
         self._seconds: dict[str, float] = {}
 
     def add(self, case: str, line: dict[str, Any]) -> None:
-        """Add a line of a case: a result, why it was skipped, or its error."""
+        """Add a line of a case: a result, why it was skipped or did not run, or its error."""
         line = {"case": case, **line}
         self._lines.append(line)
         print(_told(line), flush=True)
@@ -41,12 +44,15 @@ class Results:
         """Print the outcome as one JSON object; return the exit status."""
         failed = [f"{line['case']}: {name}" for line in self._lines for name in line.get("failed", ())]
         errors = [f"{line['case']}: {line['error']}" for line in self._lines if "error" in line]
-        skipped = {line["case"]: line["skipped"] for line in self._lines if "skipped" in line}
+        skipped, not_run = (
+            {line["case"]: line[kind] for line in self._lines if kind in line} for kind in ("skipped", "not run")
+        )
         outcome = {
             "checks": sum(len(line.get("checks", ())) for line in self._lines),
             "failed": failed,
             "errors": errors,
             "skipped": skipped,
+            "not run": not_run,
             "seconds": self._seconds,
             "results": None if self._stem is None else str(self._stem.with_suffix(".md")),
         }
@@ -57,8 +63,10 @@ class Results:
         if self._stem is None:
             self._stem = self._directory / f"{date.today().isoformat()}-gpu-{self._device_name()}"
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines)
-        self._stem.with_suffix(".jsonl").write_text(text, encoding="utf-8")
-        self._stem.with_suffix(".md").write_text(as_markdown(self._lines, self._seconds), encoding="utf-8")
+        for suffix, content in (".jsonl", text), (".md", as_markdown(self._lines, self._seconds)):
+            whole = self._stem.with_name(f".{self._stem.name}{suffix}")
+            whole.write_text(content, encoding="utf-8")
+            whole.replace(f"{self._stem}{suffix}")  # a run that is killed leaves whole files
 
     def _device_name(self) -> str:
         name = next((line["figures"]["device"] for line in self._lines if "device" in line.get("figures", {})), None)
@@ -79,7 +87,7 @@ def as_markdown(lines: list[dict[str, Any]], seconds: dict[str, float]) -> str:
 
 def _of_case(lines: list[dict[str, Any]]) -> list[str]:
     results = [line for line in lines if "result" in line]
-    notes = [f"{kind}: {line[kind]}" for line in lines for kind in ("skipped", "error") if kind in line]
+    notes = [f"{kind}: {line[kind]}" for line in lines for kind in _NOTES if kind in line]
     if not results:
         return notes
     columns = list(dict.fromkeys(name for line in results for name in line["figures"]))
@@ -97,7 +105,8 @@ def _of_case(lines: list[dict[str, Any]]) -> list[str]:
 def _told(line: dict[str, Any]) -> str:
     """Format a line for the terminal."""
     if "result" not in line:
-        return f"{line['case']}: " + (f"skipped: {line['skipped']}" if "skipped" in line else f"ERROR: {line['error']}")
+        (kind,) = (kind for kind in _NOTES if kind in line)
+        return f"{line['case']}: {'ERROR' if kind == 'error' else kind}: {line[kind]}"
     figures = ", ".join(f"{name} {value}" for name, value in line["figures"].items())
     checks = ", ".join(f"{name} {value} <= {bound}" for name, (value, bound) in line["checks"].items())
     failed = f"  FAILED: {', '.join(line['failed'])}" if line["failed"] else ""

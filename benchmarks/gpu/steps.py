@@ -10,8 +10,11 @@ pass keeps for the backward pass; the plan is that of `infembed plan train`.
 from __future__ import annotations
 
 import copy
+import statistics
 import tempfile
+import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -22,11 +25,12 @@ from benchmarks.gpu.suite import Context, Result, Skipped
 from infembed_ray.config.training import Lora
 from infembed_ray.modeling import adapters
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.layout import Layout
 from infembed_ray.modeling.template import TextFormat
 from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.planning.memory import saved_bytes
 from infembed_ray.training.losses import Negatives, Objective, marginal_loss
-from infembed_ray.training.observability.flops import Workload, peak_flops
+from infembed_ray.training.observability.flops import Workload
 
 OBJECTIVE = Objective.parse("multi{P,I}")
 TEMPERATURE = 0.05
@@ -35,6 +39,8 @@ SHARED = 5
 TUPLES = 12
 """Rows of a device in the paper: four records of three tuples."""
 ONE_PASS = 1 << 40
+Sides = tuple[list[Tokens], list[Tokens]]
+"""Pairs of instruction and query, and passages."""
 
 
 class NoTokenizer:
@@ -43,7 +49,7 @@ class NoTokenizer:
     pad_token_id = 0
 
 
-def texts(count: int, vocabulary: int, full: bool = False) -> tuple[list[Tokens], list[Tokens]]:
+def texts(count: int, vocabulary: int, full: bool = False) -> Sides:
     """Make the texts of a step: each query under its own instruction and under the shared ones, and the passages.
 
     Args:
@@ -137,6 +143,8 @@ def encoder_of(backbone: nn.Module) -> InstructionEncoder:
 def _steps(encoder: InstructionEncoder, context: Context, name: str) -> Iterator[Result]:
     """Time steps of the paper's batch, of the same at full lengths, and of a larger one, without and with recomputation."""
     optimizer = MasterAdamW([p for p in encoder.parameters() if p.requires_grad])
+    if hasattr(encoder, "compile_layers"):  # as the engine of versions that compile
+        encoder.compile_layers()
     vocabulary = encoder.backbone.config.vocab_size
     large = TUPLES if context.tiny else 96
     batches = [(TUPLES, False, False), (large, False, False), (TUPLES, not context.tiny, False)]
@@ -150,7 +158,10 @@ def _steps(encoder: InstructionEncoder, context: Context, name: str) -> Iterator
         lengths = f"{measure.QUERY_LENGTH} + {measure.PASSAGE_LENGTH} tokens each" if full else "mean lengths"
         what = f"{name}, {count} tuples, {lengths}{', activation checkpointing' * recompute}"
         try:
-            yield _measured(encoder, optimizer, texts(count, vocabulary, full), context, what, recompute)
+            sides = texts(count, vocabulary, full)
+            yield _measured(encoder, optimizer, sides, context, what, recompute)
+            if context.profile and what == "0.5B full, 12 tuples, mean lengths":
+                yield _divided(encoder, optimizer, sides, context)
         except torch.OutOfMemoryError:
             encoder.zero_grad()
             yield Result(what, {"note": "does not fit"})
@@ -160,21 +171,20 @@ def _steps(encoder: InstructionEncoder, context: Context, name: str) -> Iterator
 def _measured(
     encoder: InstructionEncoder,
     optimizer: MasterAdamW,
-    sides: tuple[list[Tokens], list[Tokens]],
+    sides: Sides,
     context: Context,
     name: str,
     recompute: bool,
 ) -> Result:
     """Measure a step. The last of some steps on the same texts must have a lower loss than the first."""
     work = Workload(encoder)
-    for side in sides:
-        for _, layout in encoder.layouts(side, ONE_PASS):
-            work.add(layout)
+    for _, layout in encoder.lay_out([*sides[0], *sides[1]], ONE_PASS, encoder.device, encoder.dtype):
+        work.add(layout)
     slots, tokens, flops = work.take().tolist()
     losses: list[float] = []
 
     def update() -> None:
-        loss = loss_of(*(_embed(encoder, side) for side in sides))
+        loss = _loss(encoder, sides, list(encoder.layouts([*sides[0], *sides[1]], ONE_PASS)))
         nonlocal kept
         kept = measure.allocated(context) - before
         loss.backward()
@@ -189,18 +199,43 @@ def _measured(
     taken = measure.seconds(update, context, rounds=4, warm_up=0)
     figures: dict[str, float | str] = {"tokens": tokens, "step, ms": 1e3 * taken}
     figures["tokens/s"] = tokens / taken
-    peak = peak_flops(torch.cuda.get_device_name(), torch.bfloat16) if context.device == "cuda" else None
-    if peak:
-        figures["MFU"] = flops / taken / peak
+    figures |= measure.mfu(flops, taken, context)
     planned = slots * _planned(encoder, recompute) / measure.GIB
     figures |= measure.if_measured(**{"peak, GiB": whole.most, "kept, GiB": kept, "planned / kept": planned / kept})
     return Result(name, figures, {"last loss - first": (losses[-1] - losses[0], 0.0)})
 
 
-def _embed(encoder: InstructionEncoder, side: list[Tokens]) -> Tensor:
-    passes = list(encoder.layouts(side, ONE_PASS))
+def _divided(
+    encoder: InstructionEncoder,
+    optimizer: MasterAdamW,
+    sides: Sides,
+    context: Context,
+) -> Result:
+    """Measure the host's time for the parts of a step: medians of five, without waiting for the device between them."""
+    names = ("lay-out", "forward", "backward", "optimizer", "rest of the device")
+    taken: list[list[float]] = []
+    for _ in range(5):
+        measure.synchronize(context)
+        times = [time.perf_counter()]
+        passes = list(encoder.layouts([*sides[0], *sides[1]], ONE_PASS))
+        times.append(time.perf_counter())
+        loss = _loss(encoder, sides, passes)
+        times.append(time.perf_counter())
+        loss.backward()
+        times.append(time.perf_counter())
+        optimizer.step()
+        times.append(time.perf_counter())
+        measure.synchronize(context)
+        times.append(time.perf_counter())
+        taken.append([1e3 * (after - before) for before, after in pairwise(times)])
+    medians = map(statistics.median, zip(*taken, strict=True))
+    return Result("host's time", {f"{name}, ms": value for name, value in zip(names, medians, strict=True)})
+
+
+def _loss(encoder: InstructionEncoder, sides: Sides, passes: list[tuple[list[int], Layout]]) -> Tensor:
     order = torch.tensor([row for rows, _ in passes for row in rows]).argsort()
-    return torch.cat([encoder(layout) for _, layout in passes])[order.to(encoder.device)]
+    embeddings = torch.cat([encoder(layout) for _, layout in passes])[order.to(encoder.device)]
+    return loss_of(*embeddings.split([len(side) for side in sides]))
 
 
 def _planned(encoder: InstructionEncoder, recompute: bool) -> float:

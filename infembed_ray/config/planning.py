@@ -33,7 +33,7 @@ class PlanTrainSettings(_WithoutFiles, TrainSettings):
     gpu_usd_per_hour: float | None = Field(None, ge=0, description="price of a GPU with its share of the node")
     epoch_records: int = Field(38_759, ge=1, description="records of an epoch")
     tokens: tuple[Tokens, Tokens, Tokens] = Field((48, 11, 75), description="tokens of instruction, query, passage")
-    mfu: float = Field(0.4, gt=0, lt=1, description="share of the peak (MFU) of a step without recomputation")
+    mfu: float | None = Field(None, gt=0, lt=1, description="share of the peak (MFU) of a step; default: measured")
 
 
 class PlanIndexSettings(_WithoutFiles, IndexSettings):

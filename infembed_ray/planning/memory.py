@@ -62,9 +62,7 @@ class ModelSize:
         """Count the parameters of an encoder, on any device."""
         nbytes = 2 if settings.precision == "bf16" else 4
         quantized = settings.lora is not None and settings.lora.quantized
-        linear = {
-            id(module.weight) for module in encoder.modules() if isinstance(module, torch.nn.Linear) and quantized
-        }
+        linear = {id(m.weight) for m in encoder.modules() if isinstance(m, nn.Linear) and quantized}
         parameters = list(encoder.parameters())
         frozen = [p for p in parameters if not p.requires_grad]
         return cls(
@@ -98,11 +96,7 @@ class StepMemory:
 
 
 def step_memory(
-    weights: ModelSize,
-    activations: float,
-    workers: int,
-    config: Mapping[str, Any],
-    backward_passes: int = 1,
+    weights: ModelSize, activations: float, workers: int, config: Mapping[str, Any], backward_passes: int = 1
 ) -> StepMemory:
     """Memory of one GPU at the peak of a step: at the start or the end of the backward pass, or in the update.
 
@@ -144,12 +138,8 @@ def step_memory(
             elif optimizer_on:
                 gradients = float(weights.largest * weights.nbytes)  # one at a time, on its way to the host
     states = StepMemory(own + gathered, gradients, master, moments)
-    at_first = replace(
-        states,
-        gradients=gradients if summed else 0.0,
-        activations=activations,
-        communication=buckets,
-    )
+    present = gradients if summed else 0.0
+    at_first = replace(states, gradients=present, activations=activations, communication=buckets)
     at_last = replace(states, communication=buckets + flat)
     in_update = replace(states, parameters=own, communication=idle)
     return max(at_first, at_last, in_update, key=lambda memory: memory.total)

@@ -1,7 +1,7 @@
 """`infembed plan train`: memory, time and cost of a training.
 
 Batches are collated and laid out by the training's own code and counted; `planning.memory` computes the bytes. The time of a step
-is model FLOPs / (peak x MFU), with the FLOPs that activation checkpointing and GradCache repeat.
+is model FLOPs / (peak x MFU), with the FLOPs that activation checkpointing and GradCache repeat. `mfu.yaml` has measured MFUs.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
 from typing import get_args
 
 import torch
+import yaml
 
 from infembed_ray.config.base import nearest
 from infembed_ray.config.planning import PlanTrainSettings
@@ -62,15 +64,9 @@ _SYNTHETIC = 512
 _ONE_PASS = 1 << 40
 _SPREAD = 0.4
 """Standard deviation of the logarithm of synthetic lengths, about that of MS MARCO's passages."""
-_LENGTHS = {
-    "query_positive": 1,
-    "query_negative": 1,
-    "instruction_positive": 0,
-    "instruction_negative": 0,
-    "document_positive": 2,
-    "hard_negative_document_1": 2,
-    "hard_negative_document_2": 2,
-}
+_LENGTHS = dict.fromkeys(("query_positive", "query_negative"), 1)
+_LENGTHS |= dict.fromkeys(("instruction_positive", "instruction_negative"), 0)
+_LENGTHS |= dict.fromkeys(("document_positive", "hard_negative_document_1", "hard_negative_document_2"), 2)
 """Column of a record -> the place of its mean length in the setting `tokens`."""
 _STATE_BYTES = 12
 """Bytes per trained parameter in a state: the fp32 weight and Adam's two moments."""
@@ -108,6 +104,8 @@ class TrainPlan:
     work: StepWork
     memory: StepMemory
     start: float
+    mfu: float
+    mfu_source: str
     step_seconds: float
     hours: float
     usd: float | None
@@ -134,9 +132,10 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
     work, size, tensors = _step(settings, encoder, synthetic(settings, encoder), settings.epoch_records, cuda=True)
     memory = with_framework(tensors)
     # GradCache repeats every forward pass but the last; checkpointing repeats each. A forward pass is a third.
-    repeated = 1 - 1 / work.passes if settings.grad_cache_tokens else 0.0
-    repeated += settings.activation_checkpointing
-    seconds = work.flops * (1 + repeated / 3) / ((peak_flops(name, dtype_of(settings)) or math.inf) * settings.mfu)
+    repeated = settings.activation_checkpointing + (1 - 1 / work.passes if settings.grad_cache_tokens else 0.0)
+    measured = measured_mfu(size.parameters, work.tokens / (work.passes if settings.grad_cache_tokens else 1))
+    mfu, source = measured if settings.mfu is None else (settings.mfu, "as set")
+    seconds = work.flops * (1 + repeated / 3) / ((peak_flops(name, dtype_of(settings)) or math.inf) * mfu)
     hours, price = seconds * work.steps / 3600, settings.gpu_usd_per_hour
     return TrainPlan(
         model=settings.model,
@@ -147,10 +146,25 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
         work=work,
         memory=memory,
         start=start_memory(size, settings.workers, deepspeed_config.deepspeed_config(settings)) + memory.framework,
+        mfu=mfu,
+        mfu_source=source,
         step_seconds=seconds,
         hours=hours,
         usd=None if price is None else hours * settings.workers * price,
     )
+
+
+def measured_mfu(parameters: float, tokens: float) -> tuple[float, str]:
+    """Return the MFU of the measured model whose size is nearest at these tokens per step (GradCache: per pass), and its source.
+
+    A step takes a constant time and a time per token, so 1 / MFU is linear in 1 / tokens, up to the largest measured step.
+    """
+    measured = yaml.safe_load(files("infembed_ray.planning").joinpath("mfu.yaml").read_text(encoding="utf-8"))
+    like = min(measured["models"], key=lambda model: abs(math.log(1e9 * model["parameters"] / parameters)))
+    (few, low), (many, high) = like["steps"]
+    share = (1 / min(tokens, many) - 1 / many) / (1 / few - 1 / many)
+    source = f"measured: {like['name']}, {measured['device']}, {measured['date']}, commit {measured['commit']}"
+    return 1 / ((1 - share) / high + share / low), source
 
 
 def tensor_memory(settings: TrainSettings, size: ModelSize, saved: SavedBytes, slots: int, passes: float) -> StepMemory:
@@ -204,11 +218,7 @@ def step_work(
     budget = settings.grad_cache_tokens or _ONE_PASS
     batches = list(_batches(settings, encoder, records, min(per_step, len(records))))
     passes = [
-        [
-            layout
-            for side in (batch.queries, batch.passages)
-            for _, layout in encoder.lay_out(side, budget, device, dtype)
-        ]
+        [layout for _, layout in encoder.lay_out(batch.queries + batch.passages, budget, device, dtype)]
         for batch in batches
     ]
     slots = [[layout.input_ids.numel() for layout in of_batch] for of_batch in passes]
@@ -287,7 +297,7 @@ def as_text(made: TrainPlan) -> str:
             f"GiB of a GPU at the peak of a step: {', '.join(parts)}",
             f"memory: {made.memory.total / GIB:.1f} GiB at the peak, {made.start / GIB:.1f} GiB at the start, of "
             f"{made.gpu_memory / GIB:.1f}: {'fits' if made.fits else f'does not fit; {remedy}'}",
-            f"time: {made.step_seconds:.2f} s per step, {made.hours:.2f} h{cost}; set mfu from the log of a short run",
+            f"time: {made.step_seconds:.2f} s per step, {made.hours:.2f} h{cost} at mfu={made.mfu:.2f} ({made.mfu_source})",
         ]
     )
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 import time
 from collections.abc import Iterator
 
-from benchmarks.gpu.suite import CASES, Context, Result, Skipped
+from benchmarks.gpu.suite import Context, Result, Skipped
 
 
 def passes(context: Context) -> Iterator[Result]:
@@ -43,11 +41,3 @@ def needs_a_package(context: Context) -> Iterator[Result]:
 def needs_a_device(context: Context) -> Iterator[Result]:
     raise Skipped("there is no such device")
     yield
-
-
-def without_ray(context: Context) -> Iterator[Result]:
-    """Import the modules of all real cases where Ray is not installed."""
-    sys.modules["ray"] = None  # type: ignore[assignment]
-    for module in sorted({case.module for case in CASES.values()}):
-        importlib.import_module(module, "benchmarks.gpu")
-        yield Result(module)

@@ -1,7 +1,10 @@
 """The GPU suite itself: its processes and results with made cases, and its real cases in tiny shapes on the CPU."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -12,18 +15,32 @@ from tests.support.waiting import wait_until
 
 MADE = {
     name: suite.Case("tests.gpu.made_cases", name, 1.0, name, "an argument")
-    for name in (
-        "hangs",
-        "passes",
-        "exceeds",
-        "raises",
-        "dies",
-        "needs_a_package",
-        "needs_a_device",
-        "without_ray",
-    )
+    for name in ("hangs", "passes", "exceeds", "raises", "dies", "needs_a_package", "needs_a_device")
 }
-QUICK = ["varlen", "trees", "grad_cache", "step-0.5b", "qlora"]
+OPTIONAL = {"ray", "faiss", "deepspeed", "accelerate", "peft", "bitsandbytes", "sentence_transformers", "ir_measures"}
+OPTIONAL |= {
+    "pytrec_eval",
+    "obstore",
+    "bm25s",
+    "Stemmer",
+    "aiohttp",
+    "openai",
+    "fastapi",
+    "httpx2",
+    "prometheus_client",
+}
+OPTIONAL |= {"tensorboardX", "datasets", "mteb", "onnx", "onnxruntime", "wandb", "pymilvus", "boto3"}
+"""Modules of which a case may import those that it names."""
+ALONE = """
+import importlib, json, sys
+from benchmarks.gpu.suite import BASE, CASES, Context
+name, *blocked = sys.argv[1:]
+case = CASES[name]
+sys.modules.update(dict.fromkeys(set(blocked) - {*BASE, *case.needs}))
+work = getattr(importlib.import_module(case.module, "benchmarks.gpu"), case.function)
+for result in work(Context("cpu", True, case.argument, profile=True)):
+    print("RESULT", json.dumps(result.as_plain()))
+"""
 
 
 def run(names, directory, capsys, minutes=3.0, device="cpu", tiny=True):
@@ -73,24 +90,21 @@ def test_a_case_that_hangs_is_killed_after_its_share(made, monkeypatch, tmp_path
     monkeypatch.setitem(suite.CASES, "passes", replace(MADE["passes"], seconds=8.0))
     status, lines, _, _ = run(["hangs", "passes"], tmp_path / "second", capsys, minutes=1.0)
     assert status == 1
-    assert lines["hangs"][1]["error"] == "killed after 7 s, its share of the time"
+    assert lines["hangs"][1]["error"] == "killed after 7 s; what it measured before stays"
     assert lines["passes"][0]["failed"] == []
     process = int(lines["hangs"][0]["figures"]["process"])
     wait_until(lambda: not psutil.pid_exists(process))  # the server reaps it
 
 
-@pytest.mark.integration
-def test_no_case_imports_ray(made, tmp_path, capsys):
-    status, lines, _, _ = run(["without_ray"], tmp_path, capsys)
-    assert status == 0, lines
-    assert {line["result"] for line in lines["without_ray"]} == {case.module for case in suite.CASES.values()} - {
-        "tests.gpu.made_cases"
-    }
-
-
-def test_a_case_without_time_is_skipped(made, tmp_path, capsys):
-    status, lines, _, _ = run(["passes"], tmp_path, capsys, minutes=0.0)
-    assert (status, lines["passes"][0]["skipped"]) == (0, "no time was left")
+@pytest.mark.parametrize(
+    ("seconds", "minutes", "line"),
+    [(65.0, 0.5, "needs 65 s, 30 s left"), (1.0, 0.0, "needs 1 s, 0 s left")],
+)
+def test_a_case_does_not_start_without_its_time(made, monkeypatch, tmp_path, capsys, seconds, minutes, line):
+    monkeypatch.setitem(suite.CASES, "passes", replace(MADE["passes"], seconds=seconds))
+    status, lines, page, outcome = run(["passes"], tmp_path, capsys, minutes=minutes)
+    assert (status, lines["passes"][0]["not run"], outcome["not run"]) == (0, line, {"passes": line})
+    assert f"not run: {line}" in page
 
 
 @pytest.mark.integration
@@ -102,22 +116,35 @@ def test_without_a_device_every_case_fails_and_says_so(made, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_quick_cases_pass_in_tiny_shapes_on_a_cpu(tmp_path, capsys):
-    check_tiny(QUICK, tmp_path, capsys, skipped={"qlora"})
+@pytest.mark.parametrize("name", [name for name in suite.CASES if name != "qlora"])
+def test_a_case_passes_in_a_tiny_shape_with_the_packages_that_it_names(name):
+    done = subprocess.run([sys.executable, "-c", ALONE, name, *OPTIONAL], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert not [line for line in lines if line["failed"]], lines
+    assert name == "machine" or any(line["checks"] for line in lines)
 
 
 @pytest.mark.slow
-def test_all_other_cases_pass_in_tiny_shapes_on_a_cpu(tmp_path, capsys):
-    check_tiny([name for name in suite.CASES if name not in QUICK], tmp_path, capsys, skipped=set())
-
-
-def check_tiny(names, directory, capsys, skipped):
-    status, lines, page, outcome = run(names, directory, capsys, minutes=60.0)  # no share ends early on a busy machine
-    assert (status, set(outcome["skipped"])) == (0, skipped), outcome
-    for name in set(names) - skipped:
-        assert all("result" in line for line in lines[name]), lines[name]
-        assert f"## {name} (" in page
-        assert name == "machine" or any(line["checks"] for line in lines[name])
+def test_the_command_runs_cases_on_a_cpu(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--device",
+        "cpu",
+        "--tiny",
+        "--minutes",
+        "20",
+        "--out",
+        tmp_path,
+    ]
+    done = subprocess.run(
+        [*command, "--cases", "machine", "qlora", "trees"], capture_output=True, text=True, timeout=600
+    )
+    outcome = json.loads(done.stdout.splitlines()[-1])
+    assert (done.returncode, outcome["errors"], set(outcome["skipped"])) == (0, [], {"qlora"}), done.stdout
+    assert "## trees (" in Path(outcome["results"]).read_text()
 
 
 @pytest.mark.gpu

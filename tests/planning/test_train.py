@@ -1,14 +1,17 @@
 """`infembed plan train`: the texts, tokens and FLOPs of a step, memory, time and cost, and what it rejects."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from infembed_ray.cli.main import main
 from infembed_ray.config.planning import PlanTrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.planning import train
 from infembed_ray.planning.backbones import load
 from infembed_ray.planning.memory import GIB
 from infembed_ray.planning.train import plan, step_work, synthetic
@@ -64,11 +67,27 @@ def test_adapters_have_smaller_optimizer_states(small):
 @pytest.mark.integration
 def test_time_is_flops_over_peak_and_mfu(small):
     seconds = small.work.flops / (312e12 * 0.4)
-    assert small.step_seconds == pytest.approx(seconds)
-    again = made(**SMALL, activation_checkpointing=True, gpu_usd_per_hour=2)
+    assert small.step_seconds == pytest.approx(small.work.flops / (312e12 * small.mfu))
+    again = made(**SMALL, activation_checkpointing=True, gpu_usd_per_hour=2, mfu=0.4)
+    assert again.mfu_source == "as set"
     assert again.step_seconds == pytest.approx(4 / 3 * seconds)
     assert again.hours == pytest.approx(4 / 3 * seconds * small.work.steps / 3600)
     assert (small.usd, again.usd) == (None, pytest.approx(2 * again.gpus * again.hours))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "tokens", "row", "step"), [(1e8, 2476, 0, 0), (3e9, 1 << 20, 2, 1), (8e9, 2524, 3, 0)]
+)
+def test_mfu_is_the_measured_one_of_the_nearest_size_and_its_largest_step_at_most(parameters, tokens, row, step):
+    measured = yaml.safe_load((Path(train.__file__).parent / "mfu.yaml").read_text())
+    found, source = train.measured_mfu(parameters, tokens)
+    assert found == pytest.approx(measured["models"][row]["steps"][step][1])
+    assert all(part in source for part in (measured["models"][row]["name"], measured["device"], measured["commit"]))
+
+
+def test_between_measured_steps_the_time_is_linear_in_the_tokens():
+    times = [tokens / train.measured_mfu(3e9, tokens)[0] for tokens in (3000, 6000, 9000)]  # of equal FLOPs per token
+    assert times[1] == pytest.approx((times[0] + times[2]) / 2)
 
 
 @pytest.mark.integration
@@ -79,6 +98,7 @@ def test_text_and_json_agree(capsys):
     assert main([*arguments, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert f"memory: {values['memory']['total'] / GIB:.1f} GiB at the peak" in text
+    assert f"at mfu={values['mfu']:.2f} ({values['mfu_source']})" in text
     assert values["fits"]
 
 
