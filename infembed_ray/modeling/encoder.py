@@ -23,7 +23,7 @@ from infembed_ray.modeling.attention.flex import flex_pays
 from infembed_ray.modeling.attention.packing import enable_packing, first_position, packed, packing_pays
 from infembed_ray.modeling.interaction import CrossAttention, pair_batches, paired
 from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded
-from infembed_ray.modeling.linear import enable_onednn
+from infembed_ray.modeling.linear import enable_onednn, fuse_norms
 from infembed_ray.modeling.overrides import Overrides, checked_dimensions, end_texts, text_format
 from infembed_ray.modeling.pooling import pool, truncate
 from infembed_ray.modeling.template import TextFormat
@@ -70,6 +70,7 @@ class InstructionEncoder(nn.Module):
         self._pad_id = int(tokenizer.pad_token_id)
         self._packs = all(enable_packing(b) for b in self.backbones)
         enable_onednn(*self.backbones)
+        fuse_norms(*self.backbones)
         self._first_position = first_position(backbone)
         self._obstacle_logged = False
         config: Any = backbone.config
