@@ -38,9 +38,10 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2Model
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.pipeline import ahead
 from infembed_ray.modeling.template import TextFormat
 from infembed_ray.records.tables import Record
-from infembed_ray.training.preparation import Prepared, Preparer, ahead
+from infembed_ray.training.preparation import Prepared, Preparer
 
 FLOPS_PER_SECOND = 0.4 * 312e12
 TEXTS = [f.name for f in fields(Record) if f.name.startswith(("query", "instruction", "document", "hard"))]
@@ -97,7 +98,7 @@ def measure(size: int, model: InstructionEncoder, options: argparse.Namespace) -
     tokens = sum(layout.input_ids.numel() for _, layout in (p for _, passes in prepared.groups for p in passes))
     pause = 6 * options.parameters * tokens / FLOPS_PER_SECOND
     items = ((n, of_workers) for n in count())
-    threaded = ahead(prepares.prepare, items)
+    threaded = ahead(map(prepares.prepare, items))
     found = {
         "tokens": tokens,
         "prepare_ms": cpu_ms(prepares, of_workers, options.steps),

@@ -216,7 +216,7 @@ def _encoder(settings: AnalyzeSettings) -> diversity.Embed | None:
         return None
     from infembed_ray.modeling.encoder import InstructionEncoder  # imports torch
 
-    return partial(InstructionEncoder.from_pretrained(settings.encoder).encode_passages, batch_tokens=4096)
+    return InstructionEncoder.from_pretrained(settings.encoder).encode_passages
 
 
 def describe(settings: AnalyzeSettings) -> Iterator[str]:

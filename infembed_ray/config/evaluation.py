@@ -214,7 +214,7 @@ class EvaluateSettings(Settings):
         description="label of a model that must pass `gates`, else the exit status is 1; the first model is its base",
     )
     gates: GateSettings = runtime_field(GateSettings(), description="limits of `gate`")
-    batch_tokens: int = runtime_field(4096, ge=64, description="tokens per encoding batch, with padding")
+    batch_tokens: int | None = runtime_field(None, ge=64, description="padded tokens per batch; null: by the device")
     actors: int = runtime_field(1, ge=1, description="encoding actors")
     gpus_per_actor: float = runtime_field(0.0, ge=0, description="GPUs per encoding actor and per search")
 

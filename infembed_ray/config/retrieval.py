@@ -33,7 +33,7 @@ class IndexSettings(Settings):
     memory_gib: float | None = Field(None, gt=0, description="maximum GiB of a shard's index in memory; null: no limit")
     recall_floor: float = Field(0.95, ge=0, le=1, description="minimum recall@10 against exact search, to be published")
     lexical: bool = Field(False, description="also build a BM25 index of every shard (English stemming), for `hybrid`")
-    batch_tokens: int = runtime_field(4096, ge=64, description="padded tokens per encoding batch")
+    batch_tokens: int | None = runtime_field(None, ge=64, description="padded tokens per batch; null: by the device")
     actors: int = runtime_field(1, ge=1, description="encoding actors")
     gpus_per_actor: float = runtime_field(0.0, ge=0, description="GPUs per encoding actor")
     cpus_per_shard: float = runtime_field(

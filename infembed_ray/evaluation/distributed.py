@@ -225,7 +225,7 @@ class ComputeChunk:
     """
 
     def __init__(
-        self, model: EvaluatedModel, store: Place, chunks: ray.ObjectRef, device: str, batch_tokens: int
+        self, model: EvaluatedModel, store: Place, chunks: ray.ObjectRef, device: str, batch_tokens: int | None
     ) -> None:
         self._model = model
         self._store = store

@@ -23,8 +23,6 @@ from infembed_ray.retrieval.index import Index
 from infembed_ray.storage.places import Place
 from infembed_ray.training.collate import flatten
 
-BATCH_TOKENS = 32_768
-"""Tokens per encoding batch, with padding."""
 DEPTH, DEPTH_PER_NEGATIVE = 100, 5
 """Minimum number of passages that the search finds per tuple, and their number per negative."""
 KnownPositives = Mapping[int, Collection[str]]
@@ -110,7 +108,7 @@ class Miner:
         facts = Index.describe(index).facts
         self._encoder = InstructionEncoder.from_pretrained(facts.model, dimensions=facts.dimensions, device=device)
         self._index = Index.open(index, self._encoder.fingerprint())
-        self._teacher = None if teacher is None else baselines.load(teacher, device, BATCH_TOKENS)
+        self._teacher = None if teacher is None else baselines.load(teacher, device)
 
     def mine(self, rows: Sequence[Example], known_positives: KnownPositives) -> Mined:
         """Add hard negatives to tuples; with a teacher, replace their scores by its scores of all passages.
@@ -119,7 +117,7 @@ class Miner:
             known_positives: Further positives; see `known_positives`.
         """
         queries, instructions = [row.query for row in rows], [row.instruction for row in rows]
-        vectors = self._encoder.encode_queries(queries, instructions, batch_tokens=BATCH_TOKENS)
+        vectors = self._encoder.encode_queries(queries, instructions)
         candidates: list[dict[str, float]] = []
         for row, hits in zip(rows, self._index.search(vectors, depth_of(self._settings)), strict=True):
             own = {*row.positives, *row.negatives, *known_positives.get(_key(row), ())}
@@ -159,7 +157,7 @@ class Miner:
     ) -> list[np.ndarray]:
         """Return the cosines of each row's texts; NaN for its negatives, which nothing needs."""
         passages = [row.positives for row in rows]
-        encoded = self._encoder.encode_passages([text for row in passages for text in row], batch_tokens=BATCH_TOKENS)
+        encoded = self._encoder.encode_passages([text for row in passages for text in row])
         return [
             np.concatenate([own, np.full(len(row.negatives), np.nan), [*of_row.values()]])
             for own, row, of_row in zip(_products(vectors, encoded, passages), rows, candidates, strict=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from infembed_ray import progress
 from infembed_ray.config.training import PoolingMode
 from infembed_ray.errors import InputError
-from infembed_ray.modeling import adapters, checkpoint, checkpoint_writer, pretrained
+from infembed_ray.modeling import adapters, checkpoint, checkpoint_writer, pipeline, pretrained
 from infembed_ray.modeling.attention import prefix_tree
 from infembed_ray.modeling.attention.flex import compile_layers, flex_pays
 from infembed_ray.modeling.attention.packing import enable_packing, first_position, packed, packing_pays
 from infembed_ray.modeling.interaction import CrossAttention, pair_batches, paired
 from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded
-from infembed_ray.modeling.linear import enable_onednn
+from infembed_ray.modeling.linear import enable_onednn, fuse_norms
 from infembed_ray.modeling.overrides import Overrides, checked_dimensions, end_texts, text_format
 from infembed_ray.modeling.pooling import pool, truncate
 from infembed_ray.modeling.template import TextFormat
@@ -70,6 +70,7 @@ class InstructionEncoder(nn.Module):
         self._pad_id = int(tokenizer.pad_token_id)
         self._packs = all(enable_packing(b) for b in self.backbones)
         enable_onednn(*self.backbones)
+        fuse_norms(*self.backbones)
         self._first_position = first_position(backbone)
         self._obstacle_logged = False
         config: Any = backbone.config
@@ -285,44 +286,74 @@ class InstructionEncoder(nn.Module):
             self._obstacle_logged = True
         return obstacle is None
 
-    @torch.inference_mode()
     def embed(
-        self, sequences: Sequence[Tokens], batch_tokens: int = 4096, show_progress_bar: bool = False
+        self, sequences: Sequence[Tokens], batch_tokens: int | None = None, show_progress_bar: bool = False
     ) -> np.ndarray:
-        """Embed texts in passes of at most `batch_tokens` tokens, with padding.
+        """Embed tokenized texts; `batch_tokens` as of `encode_passages`.
 
         Returns:
             (len(sequences), d) float32 unit vectors, in the order of `sequences`.
         """
-        embeddings = np.zeros((len(sequences), self.dimension), dtype=np.float32)
+        return self._encode(sequences, lambda texts, _: texts, batch_tokens, show_progress_bar)
+
+    @torch.inference_mode()
+    def _encode(
+        self,
+        texts: Any,
+        tokenize: Callable[[Any, slice], Sequence[Tokens]],
+        batch_tokens: int | None,
+        show_progress_bar: bool,
+    ) -> np.ndarray:
+        """Embed texts, or a single str; `tokenize` takes some texts, and their slice."""
+        if isinstance(texts, str):
+            vector: np.ndarray = self._encode([texts], tokenize, batch_tokens, show_progress_bar)[0]
+            return vector
+        embeddings = np.zeros((len(texts), self.dimension), dtype=np.float32)
         was_training = self.training
         self.eval()
         silent: AbstractContextManager[progress.Advance] = nullcontext(lambda *_: None)
-        with progress.track("encode", len(sequences)) if show_progress_bar else silent as advance:
-            for rows, layout in self.layouts(sequences, batch_tokens):
-                embeddings[rows] = self(layout).cpu().numpy()
+        passes = self._passes(texts, tokenize, batch_tokens or pipeline.batch_tokens_of(self.backbone))
+        with closing(passes), progress.track("encode", len(texts)) if show_progress_bar else silent as advance:
+            computed = ((rows, self(layout.to(self.device))) for rows, layout in passes)
+            for rows, vectors in pipeline.fetched(computed):
+                embeddings[rows] = vectors
                 advance(len(rows))
         self.train(was_training)
         return embeddings
 
+    def _passes(
+        self, texts: Sequence[Any], tokenize: Callable[[Any, slice], Sequence[Tokens]], batch_tokens: int
+    ) -> Generator[tuple[list[int], Layout], None, None]:
+        """Divide texts into passes. For a GPU, one thread tokenizes the next texts and another lays out the next passes."""
+        overlap = len(texts) > pipeline.SLICE and self.device.type in pipeline.OVERLAPPING
+        size = pipeline.SLICE if overlap else max(1, len(texts))
+        parts = (slice(start, start + size) for start in range(0, len(texts), size))
+        tokenized = ((part.start, tokenize(texts[part], part)) for part in parts)
+        passes = (
+            ([start + row for row in rows], layout)
+            for start, sequences in (pipeline.ahead(tokenized) if overlap else tokenized)
+            for rows, layout in self.lay_out(sequences, batch_tokens, self.device, self.dtype)
+        )
+        return pipeline.ahead(passes) if overlap else passes
+
     def encode(
-        self, inputs: str | Sequence[str], batch_tokens: int = 4096, show_progress_bar: bool = False
+        self, inputs: str | Sequence[str], batch_tokens: int | None = None, show_progress_bar: bool = False
     ) -> np.ndarray:
         """Embed texts as they are: without prefix or template, truncated to `passage_length`.
 
         An encoder with two backbones takes that of passages. For search, use `encode_queries` and `encode_passages`.
         Arguments and result as of `encode_passages`.
         """
-        several = [inputs] if isinstance(inputs, str) else list(inputs)
-        tokens = self.texts.tokenize(several, "passage", self.text.passage_length)
-        vectors = self.embed(tokens, batch_tokens, show_progress_bar)
-        return vectors[0] if isinstance(inputs, str) else vectors
+        tokenizer, most = self.texts, self.text.passage_length
+        return self._encode(
+            inputs, lambda texts, _: tokenizer.tokenize(texts, "passage", most), batch_tokens, show_progress_bar
+        )
 
     def encode_queries(
         self,
         queries: str | Sequence[str],
         instructions: str | Sequence[str | None] | None = None,
-        batch_tokens: int = 4096,
+        batch_tokens: int | None = None,
         show_progress_bar: bool = False,
     ) -> np.ndarray:
         """Embed queries under their instructions.
@@ -338,31 +369,30 @@ class InstructionEncoder(nn.Module):
         Raises:
             InputError: the number of instructions differs from the number of queries.
         """
-        several = [queries] if isinstance(queries, str) else queries
-        each = [instructions] * len(several) if instructions is None or isinstance(instructions, str) else instructions
-        if len(each) != len(several):
+        count = 1 if isinstance(queries, str) else len(queries)
+        each = [instructions] * count if instructions is None or isinstance(instructions, str) else instructions
+        if len(each) != count:
             raise InputError(
-                f"instructions: {len(each)} for {len(several)} queries; give one for each query, or one str for all"
+                f"instructions: {len(each)} for {count} queries; give one for each query, or one str for all"
             )
-        vectors = self.embed(self.tokenize_queries(several, each), batch_tokens, show_progress_bar)
-        return vectors[0] if isinstance(queries, str) else vectors
+        return self._encode(
+            queries, lambda texts, part: self.tokenize_queries(texts, each[part]), batch_tokens, show_progress_bar
+        )
 
     def encode_passages(
-        self, passages: str | Sequence[str], batch_tokens: int = 4096, show_progress_bar: bool = False
+        self, passages: str | Sequence[str], batch_tokens: int | None = None, show_progress_bar: bool = False
     ) -> np.ndarray:
         """Embed passages.
 
         Args:
             passages: n passages, or a single str.
-            batch_tokens: tokens per pass, with padding.
+            batch_tokens: tokens per pass, with padding; None: 4,096 on a CPU, by width and free memory on a GPU.
             show_progress_bar: show the number of encoded passages.
 
         Returns:
             float32 unit vectors: (n, d), or (d,) for a single str.
         """
-        several = [passages] if isinstance(passages, str) else passages
-        vectors = self.embed(self.tokenize_passages(several), batch_tokens, show_progress_bar)
-        return vectors[0] if isinstance(passages, str) else vectors
+        return self._encode(passages, lambda texts, _: self.tokenize_passages(texts), batch_tokens, show_progress_bar)
 
     @staticmethod
     def similarity(embeddings1: np.ndarray, embeddings2: np.ndarray) -> np.ndarray:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,7 +63,12 @@ class Layout:
 
     def backbone_inputs(self, backbone: Any) -> dict[str, Any]:
         """Return the keyword arguments of the backbone's forward pass."""
-        inputs = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+        mask = self.attention_mask
+        if mask is None:
+            # Without a mask, transformers would look for packed rows in the positions, and so wait for the kernels in
+            # flight. It passes on a mask of four dimensions, which the layout's own attention does not read.
+            mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=self.input_ids.device)
+        inputs = {"input_ids": self.input_ids, "attention_mask": mask}
         return inputs if self.position_ids is None else inputs | {"position_ids": self.position_ids}
 
 
@@ -72,14 +79,21 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+def flattened(sequences: Sequence[Tokens]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids, text after text, and the number of tokens of each text, as int64."""
+    lengths = np.fromiter(map(len, sequences), np.int64, len(sequences))
+    return np.fromiter(chain.from_iterable(s.ids for s in sequences), np.int64, lengths.sum()), lengths
+
+
 def padded(sequences: Sequence[Tokens], pad_id: int) -> Layout:
     """Lay out one text of a side per row, padded on the right to the longest."""
-    width = max(map(len, sequences))
-    lengths = torch.tensor([len(s) for s in sequences])
-    real = torch.arange(width) < lengths.unsqueeze(1)
-    ids = torch.full(real.shape, pad_id)
-    ids[real] = torch.tensor([token for s in sequences for token in s.ids])
-    return Layout(ids, real.long(), real.flatten().nonzero().squeeze(1), lengths, sequences[0].side)
+    ids, lengths = flattened(sequences)
+    real = np.arange(lengths.max()) < lengths[:, None]
+    rows = np.full(real.shape, pad_id)
+    rows[real] = ids
+    arrays = rows, real.astype(np.int64), np.flatnonzero(real), lengths
+    input_ids, mask, tokens, counts = map(torch.from_numpy, arrays)
+    return Layout(input_ids, mask, tokens, counts, sequences[0].side)
 
 
 def length_sorted_batches(lengths: Sequence[int], batch_tokens: int, padded: bool = True) -> Iterator[list[int]]:

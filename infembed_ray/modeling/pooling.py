@@ -21,14 +21,15 @@ def pool(states: Tensor, layout: Layout, mode: PoolingMode) -> Tensor:
         (texts, d), not normalised, in fp32 at least, because bf16 is too coarse for sums over hundreds of tokens.
     """
     flat = states.flatten(0, 1)
-    ends = layout.lengths.cumsum(0)
+    lengths = on_device(layout.lengths, flat.device)
+    ends = lengths.cumsum(0)
     wide = torch.promote_types(states.dtype, torch.float32)
     if mode != "mean":
-        place = on_device(ends - (1 if mode == "last" else layout.lengths), flat.device)
-        return flat[layout.tokens[place]].to(wide)
-    text = on_device(torch.repeat_interleave(torch.arange(len(ends)), layout.lengths), flat.device)
+        return flat[layout.tokens[ends - (1 if mode == "last" else lengths)]].to(wide)
+    texts = torch.arange(len(ends), device=flat.device)
+    text = torch.repeat_interleave(texts, lengths, output_size=len(layout.tokens))  # the size saves reading it back
     sums = flat.new_zeros(len(ends), flat.shape[1], dtype=wide).index_add(0, text, flat[layout.tokens].to(wide))
-    return sums / on_device(layout.lengths, flat.device).unsqueeze(1)
+    return sums / lengths.unsqueeze(1)
 
 
 def truncate(embeddings: Tensor, dimensions: int) -> Tensor:

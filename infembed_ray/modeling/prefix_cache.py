@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from infembed_ray.modeling.attention.packing import ATTENTION as PACKED
+from infembed_ray.modeling.attention.packing import packed
 from infembed_ray.modeling.attention.prefix_tree import obstacle as tree_obstacle
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Layout
+from infembed_ray.modeling.layout import on_device
 from infembed_ray.modeling.lru_cache import LruCache
+from infembed_ray.modeling.pipeline import CPU_BATCH_TOKENS
 from infembed_ray.modeling.pooling import pool, truncate
 from infembed_ray.modeling.tokenizer import Tokens
 
@@ -88,7 +90,7 @@ class PrefixCache:
         return len(tokens) - tokens.instruction if cached else len(tokens)
 
     @torch.inference_mode()
-    def embed(self, sequences: Sequence[Tokens], batch_tokens: int = 4096) -> np.ndarray:
+    def embed(self, sequences: Sequence[Tokens], batch_tokens: int | None = None) -> np.ndarray:
         """Embed texts like `InstructionEncoder.embed`."""
         rows = [row for row, tokens in enumerate(sequences) if tokens.side == "query"]
         if not any(_key(sequences[row]) for row in rows):
@@ -98,7 +100,7 @@ class PrefixCache:
             embeddings[passages] = self._encoder.embed([sequences[row] for row in passages], batch_tokens)
         fresh: dict[Key, Prefix] = {}  # prefixes of these texts, also those that the cache cannot keep
         while rows:
-            texts, rest = self._next_pass(rows, sequences, fresh, batch_tokens)
+            texts, rest = self._next_pass(rows, sequences, fresh, batch_tokens or CPU_BATCH_TOKENS)
             embeddings[[text.row for text in texts]] = self._forward(texts).cpu().numpy()
             for key, prefix in ((text.key, text.prefix) for text in texts if text.prefix is not None):
                 fresh[key] = prefix
@@ -138,28 +140,20 @@ class PrefixCache:
     def _forward(self, texts: list[_Text]) -> Tensor:
         """Return (texts, d) unit vectors."""
         encoder = self._encoder
-        device = encoder.device
         backbone = encoder.backbone_of("query")
-        lengths = [len(text.ids) for text in texts]
         befores = [text.after.length if text.after else 0 for text in texts]
-        positions = [torch.arange(before, before + length) for before, length in zip(befores, lengths, strict=True)]
-        attend = PrefixedAttention(texts, encoder.dtype, device)
-        states = backbone(
-            input_ids=torch.tensor([[token for text in texts for token in text.ids]], device=device),
-            attention_mask=None,
-            position_ids=torch.cat(positions).unsqueeze(0).to(device),
-            use_cache=False,
-            attend=attend,
-        ).last_hidden_state
+        layout = packed([Tokens(text.ids, "query") for text in texts], befores).to(encoder.device)
+        attend = PrefixedAttention(texts, encoder.dtype, encoder.device)
+        inputs = layout.backbone_inputs(backbone) | {"attend": attend}
+        states = backbone(**inputs, use_cache=False).last_hidden_state
         for start, prefix in attend.computed:
             prefix.states = states[0, start : start + prefix.length].float().sum(dim=0)
-        layout = Layout(states, None, torch.arange(states.shape[1], device=device), torch.tensor(lengths), "query")
         pooled = pool(states, layout, encoder.pooling)
         if encoder.pooling == "mean":
             none = torch.zeros_like(pooled[0])
             sums = torch.stack([none if text.after is None else text.after.states for text in texts])
-            own, before = (torch.tensor(counts, device=device) for counts in (lengths, befores))
-            pooled = (pooled * own.unsqueeze(1) + sums) / (own + before).unsqueeze(1)
+            own, before = (on_device(n.unsqueeze(1), encoder.device) for n in (layout.lengths, torch.tensor(befores)))
+            pooled = (pooled * own + sums) / (own + before)
         return truncate(pooled, encoder.dimension)
 
 
@@ -182,16 +176,6 @@ class _Text:
     prefix: Prefix | None = None
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Neighbouring texts of equal length after the same prefix, attended as `count` rows."""
-
-    length: int
-    count: int
-    after: Prefix | None
-    mask: Tensor | None
-
-
 class PrefixedAttention:
     """Attention of a packed row of texts, each of which may follow an encoded prefix (an `Attend`).
 
@@ -202,11 +186,10 @@ class PrefixedAttention:
         starts = accumulate((len(text.ids) for text in texts), initial=0)
         placed = zip(starts, texts, strict=False)
         self.computed = [(start, text.prefix) for start, text in placed if text.prefix is not None]
-        self._runs = [
-            _Run(length, len(list(same)), after, _mask(length, after, dtype, device))
-            for (after, length), same in groupby(texts, key=lambda text: (text.after, len(text.ids)))
-        ]
-        self._sizes = [run.length * run.count for run in self._runs]
+        runs = ((*run, len(list(same))) for run, same in groupby(texts, key=lambda text: (text.after, len(text.ids))))
+        # Neighbours of equal length after the same prefix are attended as rows of a batch.
+        self._runs = [(after, length, rows, _mask(length, after, dtype, device)) for after, length, rows in runs]
+        self._sizes = [length * rows for _, length, rows, _ in self._runs]
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Keep the keys and values of the computed prefixes, and attend run by run."""
@@ -214,14 +197,13 @@ class PrefixedAttention:
             end = start + prefix.length
             prefix.layers[module] = key[:, :, start:end].clone(), value[:, :, start:end].clone()
         attended = []
-        for run, *states in zip(
-            self._runs, *(t.squeeze(0).split(self._sizes, dim=1) for t in (query, key, value)), strict=True
-        ):
-            q, k, v = (s.unflatten(1, (run.count, run.length)).transpose(0, 1) for s in states)
-            if run.after is not None:
-                before = (t.expand(run.count, -1, -1, -1) for t in run.after.layers[module])
+        parts = zip(self._runs, *(t.squeeze(0).split(self._sizes, dim=1) for t in (query, key, value)), strict=True)
+        for (after, length, rows, mask), *states in parts:
+            q, k, v = (s.unflatten(1, (rows, length)).transpose(0, 1) for s in states)
+            if after is not None:
+                before = (t.expand(rows, -1, -1, -1) for t in after.layers[module])
                 k, v = (torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
-            attended.append(sdpa_attention_forward(module, q, k, v, run.mask, **options)[0].flatten(0, 1))
+            attended.append(sdpa_attention_forward(module, q, k, v, mask, **options)[0].flatten(0, 1))
         return torch.cat(attended).unsqueeze(0)
 
 

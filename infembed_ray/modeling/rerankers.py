@@ -19,6 +19,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling import pretrained
 from infembed_ray.modeling.formats import Asked, fill, passage_text, query_text
 from infembed_ray.modeling.layout import length_sorted_batches
+from infembed_ray.modeling.pipeline import batch_tokens_of
 
 
 class ModelReranker(ABC):
@@ -32,10 +33,9 @@ class ModelReranker(ABC):
     model: Any
     tokenizer: Any
 
-    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int) -> None:
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int | None) -> None:
         self._settings = settings
         self._device = device
-        self._batch_tokens = batch_tokens
         setting = f"kind={settings.kind}, model={settings.model}"
         self.tokenizer = pretrained.tokenizer(settings.model, setting, revision=settings.revision)
         self.model = pretrained.weights(
@@ -64,6 +64,7 @@ class ModelReranker(ABC):
             # A decoder with a classification head finds the last token by it.
             self.model.config.pad_token_id = self.tokenizer.pad_token_id
         self.model.to(device).eval()
+        self._batch_tokens = batch_tokens or batch_tokens_of(self.model)
 
     def score(self, pairs: Sequence[tuple[Asked, str]]) -> np.ndarray:
         """Score pairs: (n) float32; InputError if a score is not finite."""
@@ -116,7 +117,7 @@ class ModelReranker(ABC):
 class _Answering(ModelReranker):
     """Reads a prompt and answers with one of two tokens."""
 
-    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int) -> None:
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int | None) -> None:
         super().__init__(settings, device, batch_tokens)
         vocabulary = self.tokenizer.get_vocab()
         answers = settings.answers or ()
@@ -181,7 +182,7 @@ class Causal(_Answering):
 
     model_class = "AutoModelForCausalLM"
 
-    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int) -> None:
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int | None) -> None:
         super().__init__(settings, device, batch_tokens)
         self.tokenizer.padding_side = "left"  # the last column then holds the last token of every row
         if settings.adapter is not None and device != "meta":
@@ -201,7 +202,7 @@ class Classifier(ModelReranker):
 
     model_class = "AutoModelForSequenceClassification"
 
-    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int) -> None:
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int | None) -> None:
         super().__init__(settings, device, batch_tokens)
         if self.model.config.num_labels > 2:
             raise InputError(

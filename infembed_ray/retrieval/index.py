@@ -54,7 +54,7 @@ class Index:
         factory: str | None = None,
         memory_gib: float | None = None,
         recall_floor: float = 0.95,
-        batch_tokens: int = 4096,
+        batch_tokens: int | None = None,
         vectors: Precision = "float16",
         lexical: bool = False,
     ) -> Index:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
+from infembed_ray.modeling.pipeline import ahead
 from infembed_ray.modeling.pooling import truncate
 from infembed_ray.records.tuples import TrainingRecord
 from infembed_ray.storage import durable
@@ -30,7 +31,7 @@ from infembed_ray.training.losses import Objective, marginal_loss
 from infembed_ray.training.observability import logs
 from infembed_ray.training.observability.metrics import Meter, Monitor, RunLog, measure, rounded
 from infembed_ray.training.overlap import similar_words
-from infembed_ray.training.preparation import Prepared, Preparer, ahead
+from infembed_ray.training.preparation import Prepared, Preparer
 from infembed_ray.training.sampler import Sampler
 from infembed_ray.training.scores import Scores, score_batch
 from infembed_ray.training.validation import EXPORTED, Validation
@@ -111,7 +112,7 @@ class _Trainer:
         done = self._progress.step
         if done > 0:
             self._check_embeddings()
-        with closing(ahead(self._preparer.prepare, enumerate(self._sampler.rows(done), done))) as steps:
+        with closing(ahead(map(self._preparer.prepare, enumerate(self._sampler.rows(done), done)))) as steps:
             while self._stopped is None and not self._is_done:
                 self._train_step(steps)
         if self._stopped is None and self._progress.best is None:  # else the best is exported, whose score is finite

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
@@ -19,15 +16,11 @@ from infembed_ray.training.collate import Batch, collate, drawn
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.overlap import OverlapDropout
 
-AHEAD = 2
-"""Steps prepared before they are needed."""
 ONE_PASS = 1 << 40
 """Token limit of a pass without GradCache: all texts of a side, or of both on one backbone, in one pass."""
 
 Pass = tuple[list[int], Layout]
 """Indices of some texts, and their layout; see `InstructionEncoder.layouts`."""
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -98,19 +91,3 @@ class Preparer:
 def passes(encoder: InstructionEncoder, sequences: Sequence[Tokens], batch_tokens: int | None) -> list[Pass]:
     """Divide texts into passes of at most `batch_tokens` tokens, or one pass for None, on the CPU."""
     return list(encoder.lay_out(sequences, batch_tokens or ONE_PASS, encoder.device, encoder.dtype))
-
-
-def ahead(function: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
-    """Yield `function(item)` of each item in order, computed in a thread up to `AHEAD` items before it is asked for."""
-    pending: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(1, thread_name_prefix="prepare") as thread:
-        try:
-            for item in items:
-                pending.append(thread.submit(function, item))
-                if len(pending) > AHEAD:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()

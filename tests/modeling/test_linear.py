@@ -5,9 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from infembed_ray.modeling import linear
-from infembed_ray.modeling.linear import Linear, enable_onednn, onednn_pays
+from infembed_ray.modeling.linear import Linear, enable_onednn, fuse_norms, onednn_pays
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +78,20 @@ def test_an_operator_that_is_missing_or_has_other_results_is_not_used(monkeypatc
         monkeypatch.setattr(linear, "_onednn", operator)
         onednn_pays.cache_clear()
         assert not onednn_pays()
+
+
+@pytest.mark.parametrize("norm", [LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm])
+def test_a_fused_norm_is_that_of_the_formula_in_inference_only(norm, monkeypatch):
+    plain, states = nn.Sequential(norm(48, eps=1e-3)), torch.randn(3, 5, 48)
+    nn.init.normal_(plain[0].weight)
+    fused = copy.deepcopy(plain)
+    fuse_norms(fused)
+    torch.testing.assert_close(fused(states), plain(states), atol=0, rtol=0)
+    monkeypatch.setattr(linear, "FUSING", {"cpu"})
+    torch.testing.assert_close(fused(states), plain(states), atol=0, rtol=0)
+    monkeypatch.setattr(norm, "forward", None)  # only the fused operator is left
+    wide = states.double()
+    expected = wide / (wide.square().mean(dim=-1, keepdim=True) + 1e-3).sqrt() * plain[0].weight.double()
+    with torch.inference_mode():
+        torch.testing.assert_close(fused(states).double(), expected.detach(), atol=1e-5, rtol=1e-5)
+    assert list(fused.state_dict()) == list(plain.state_dict())

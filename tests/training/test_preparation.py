@@ -9,9 +9,10 @@ import torch
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.pipeline import AHEAD, ahead
 from infembed_ray.training.collate import collate
 from infembed_ray.training.losses import Objective
-from infembed_ray.training.preparation import AHEAD, Preparer, ahead
+from infembed_ray.training.preparation import Preparer
 from tests.support.waiting import wait_until
 from tests.training.test_collate import record
 
@@ -31,7 +32,7 @@ def test_results_come_in_order_and_ahead_of_their_use():
         time.sleep(0.01)
         return n * n
 
-    results = ahead(slow, range(6))
+    results = ahead(map(slow, range(6)))
     assert next(results) == 0
     wait_until(lambda: len(started) == 1 + AHEAD)  # prepared while nothing was asked for
     time.sleep(0.1)
@@ -41,7 +42,7 @@ def test_results_come_in_order_and_ahead_of_their_use():
 
 
 def test_an_error_reaches_the_consumer_at_its_place():
-    results = ahead(lambda n: 1 // (2 - n), range(9))
+    results = ahead(1 // (2 - n) for n in range(9))
     assert [next(results), next(results)] == [0, 1]
     with pytest.raises(ZeroDivisionError):
         next(results)
@@ -49,7 +50,7 @@ def test_an_error_reaches_the_consumer_at_its_place():
 
 
 def test_a_consumer_that_stops_ends_the_thread():
-    with closing(ahead(lambda n: n, range(1000))) as results:
+    with closing(ahead(range(1000))) as results:
         assert next(results) == 0
     assert not threads()
 
@@ -59,7 +60,7 @@ def test_batches_are_those_of_collate_while_the_same_tokenizer_is_in_use(minilm)
     encoder = InstructionEncoder.from_pretrained(minilm).train()
     settings = TrainSettings(records="-", model="-", output="-", instruction_negatives=2, passage_length=64, workers=2)
     preparer = Preparer(settings, RECORDS, 1, encoder, {})
-    batches = ahead(preparer.prepare, enumerate(ROWS * 20))
+    batches = ahead(map(preparer.prepare, enumerate(ROWS * 20)))
     encoder.eval()
     for number, got in enumerate(batches):
         for length in (8, 16):

@@ -185,7 +185,7 @@ def identity(settings: RetrieverSettings) -> str:
     return hashlib.sha256(json.dumps([contents, names], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load(settings: RetrieverSettings, device: str = "cpu", batch_tokens: int = 4096) -> Retriever:
+def load(settings: RetrieverSettings, device: str = "cpu", batch_tokens: int | None = None) -> Retriever:
     """Load the retriever of settings from `resolve`; `batch_tokens` bound a forward pass, with padding.
 
     InputError: a model, a key or a package is missing.

@@ -22,7 +22,7 @@ class CheckpointEncoder:
     cannot be loaded or does not fit the settings.
     """
 
-    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int) -> None:
+    def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int | None) -> None:
         self._settings = settings
         self._batch_tokens = batch_tokens
         formatted = settings.instructed_query is not None

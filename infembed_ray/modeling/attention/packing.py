@@ -11,69 +11,63 @@ SDPA function. Kernels of a packed row:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from itertools import groupby
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from infembed_ray.modeling.layout import Layout, on_device
+from infembed_ray.modeling.layout import Layout, flattened
 from infembed_ray.modeling.tokenizer import Tokens
 
 ATTENTION = "packed_sdpa"
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
-class Attend(Protocol):
-    """Attention of a layout that has its texts in one row.
+Attend = Callable[..., Tensor]
+"""Attention of a layout with one row: (module, query, key, value, **options) -> (1, tokens, heads, head size).
 
-    Args:
-        module: the attention layer.
-        query, key, value: (1, heads, tokens, head size); keys and values may have fewer heads.
-        options: `is_causal`, `sliding_window`, `dropout` and `scaling`, as of transformers' SDPA function.
-
-    Returns:
-        (1, tokens, heads, head size).
-    """
-
-    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor: ...
+Query, key and value are (1, heads, tokens, head size); keys and values may have fewer heads. Options are `is_causal`,
+`sliding_window`, `dropout` and `scaling`, as of transformers' SDPA function.
+"""
 
 
 @dataclass(frozen=True)
 class PackedLayout(Layout):
-    """Texts one after another in a single row."""
+    """Texts one after another in a single row.
+
+    Attributes:
+        borders: (texts + 1) int32 places where texts start and end.
+        longest: tokens of the longest text.
+    """
+
+    borders: Tensor = field(kw_only=True)
+    longest: int = field(kw_only=True)
 
     def backbone_inputs(self, backbone: Any) -> dict[str, Any]:
-        attend = PackedAttention.from_lengths(self.lengths, self.input_ids.device)
-        return super().backbone_inputs(backbone) | {"attend": attend}
+        return super().backbone_inputs(backbone) | {"attend": PackedAttention(self.lengths, self.borders, self.longest)}
 
 
 @dataclass(frozen=True)
 class PackedAttention:
-    """Attention within the texts of a packed row (an `Attend`).
+    """Attention within the texts of a packed row (an `Attend`); see `PackedLayout`."""
 
-    Attributes:
-        runs: (tokens, texts) of each run of neighbouring texts of equal length.
-        ends: (texts + 1) int32 places where texts start and end, on the device.
-        longest: tokens of the longest text.
-    """
-
-    runs: list[tuple[int, int]]
-    ends: Tensor
+    lengths: Tensor
+    borders: Tensor
     longest: int
 
-    @classmethod
-    def from_lengths(cls, lengths: Tensor, device: torch.device) -> PackedAttention:
-        """Return the attention of texts of these lengths, which are on the CPU, on a device."""
-        ends = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        runs = [(length, len(list(same))) for length, same in groupby(lengths.tolist())]
-        return cls(runs, on_device(ends, device), int(lengths.max()))
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """(tokens, texts) of each run of neighbouring texts of equal length."""
+        lengths = self.lengths[self.lengths > 0].numpy()
+        starts = np.flatnonzero(np.diff(lengths, prepend=0))
+        return list(zip(lengths[starts].tolist(), np.diff(starts, append=len(lengths)).tolist(), strict=True))
 
     def __call__(
         self,
@@ -92,7 +86,7 @@ class PackedAttention:
             window = -1 if sliding_window is None else sliding_window - 1
             states = _varlen_attention()(
                 *(t.squeeze(0).transpose(0, 1) for t in (query, key, value)),
-                *(self.ends, self.ends, self.longest, self.longest),
+                *(self.borders, self.borders, self.longest, self.longest),
                 scale=scaling,
                 window_size=(window, 0 if is_causal else window),
                 enable_gqa=query.shape[1] != key.shape[1],
@@ -109,18 +103,23 @@ class PackedAttention:
         return torch.cat(attended).unsqueeze(0)
 
 
-def packed(sequences: Sequence[Tokens], first_position: int = 0) -> PackedLayout:
-    """Lay out texts of one side, best longest first, one after another in one row; see the function `first_position`."""
-    lengths = [len(s) for s in sequences]
-    ids = torch.tensor([[token for s in sequences for token in s.ids]])
-    positions = torch.cat([torch.arange(first_position, first_position + length) for length in lengths])
+def packed(sequences: Sequence[Tokens], first_position: int | Sequence[int] = 0) -> PackedLayout:
+    """Lay out texts of one side, best longest first, one after another in one row.
+
+    `first_position` is the position of the first token: of all texts (see the function `first_position`) or of each.
+    """
+    ids, lengths = flattened(sequences)
+    borders = np.concatenate([[0], lengths.cumsum()])
+    places = np.arange(borders[-1])
     return PackedLayout(
-        input_ids=ids,
+        input_ids=torch.from_numpy(ids).unsqueeze(0),
         attention_mask=None,
-        tokens=torch.arange(ids.shape[1]),
-        lengths=torch.tensor(lengths),
+        tokens=torch.from_numpy(places),
+        lengths=torch.from_numpy(lengths),
         side=sequences[0].side,
-        position_ids=positions.unsqueeze(0),
+        position_ids=torch.from_numpy(places + np.repeat(first_position - borders[:-1], lengths)).unsqueeze(0),
+        borders=torch.from_numpy(borders.astype(np.int32)),
+        longest=int(lengths.max()),
     )
 
 

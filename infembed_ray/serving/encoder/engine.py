@@ -6,7 +6,7 @@ One thread tokenises, another runs the model, and the batching engine between th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -71,15 +71,9 @@ class EncodingEngine:
             raise InputError.of("model", model, fault, "put the same checkpoint on all nodes")
         batch_tokens = GPU_BATCH_TOKENS if settings.gpus_per_encoder else CPU_BATCH_TOKENS
         prefixes = _prefix_cache(encoder)
-        embedder = prefixes or encoder
-
-        def embed(sequences: Sequence[Tokens]) -> np.ndarray:
-            return embedder.embed(sequences, batch_tokens)
-
-        for length in WARM_UP_LENGTHS:
-            embed([Tokens([0] * min(length, encoder.text.passage_length))])
+        embed = _warmed_up(encoder, (prefixes or encoder).embed)
         batching = BatchingEngine(
-            embed,
+            lambda sequences: embed(sequences, batch_tokens),
             batch_tokens=batch_tokens,
             padded=not (prefixes or encoder.packs),
             cost=prefixes.remaining if prefixes else len,
@@ -132,6 +126,17 @@ def _load(model: str, settings: ServeSettings, dimensions: int | None) -> Instru
         device="cuda" if gpu else "cpu",
         dtype=torch.bfloat16 if low else torch.float32,
     ).eval()
+
+
+def _warmed_up(encoder: InstructionEncoder, embed: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Return a function that embeds texts, after its first passes; on a GPU, small batches by CUDA graphs."""
+    for length in WARM_UP_LENGTHS:
+        embed([Tokens([0] * min(length, encoder.text.passage_length))])
+    if encoder.device.type == "cpu" or not encoder.packs or encoder.interaction or len(encoder.backbones) > 1:
+        return embed
+    from infembed_ray.modeling.graphs import GraphedEncoder
+
+    return GraphedEncoder(encoder, embed).embed
 
 
 def _prefix_cache(encoder: InstructionEncoder) -> PrefixCache | None:
