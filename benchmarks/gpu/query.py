@@ -111,7 +111,6 @@ def _graphed(encoder: InstructionEncoder) -> dict[str, Callable[..., np.ndarray]
     if not encoder.packs:
         return {}
     graphed = graphs.GraphedEncoder(encoder, encoder.embed)
-    graphed.warm_up()
     return {"GraphedEncoder": lambda *asked: graphed.embed(encoder.tokenize_queries(*asked))}
 
 
