@@ -168,10 +168,10 @@ class _Forest:
         positions = [depth + np.arange(len(ids)) for ids, depth in zip(self._ids, self._depths, strict=True)]
         lengths = np.fromiter(map(len, self._paths), np.int64, len(self._paths))
         parts = (np.concatenate(self._ids), np.concatenate(positions), ends, np.concatenate(self._paths), lengths)
-        row, places, end, tokens, counts = map(torch.from_numpy, parts)
+        row, depths, end, tokens, counts = map(torch.from_numpy, parts)
         if flex:
-            return FlexTreeLayout.extended(row, places, end, tokens=tokens, lengths=counts, side=side)
-        return TreeLayout(row.unsqueeze(0), None, tokens, counts, side, places.unsqueeze(0), ends=end)
+            return FlexTreeLayout.extended(row, depths, end, tokens=tokens, lengths=counts, side=side)
+        return TreeLayout(row.unsqueeze(0), None, tokens, counts, side, depths.unsqueeze(0), ends=end)
 
 
 def _common(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
