@@ -86,13 +86,16 @@ class MasterAdamW:
 
     def __init__(self, parameters: list[nn.Parameter], rate: float = 1e-4) -> None:
         self._low = parameters
+        self._gradients = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
         self._master = [p.detach().float().clone().requires_grad_() for p in parameters]
         self._adam = torch.optim.AdamW(self._master, lr=rate, weight_decay=0.0, fused=parameters[0].is_cuda)
 
     def step(self) -> None:
         """Clip to norm 1, update, and round the weights."""
-        for low, master in zip(self._low, self._master, strict=True):
-            master.grad = None if low.grad is None else low.grad.float()
+        given = [(g, low.grad) for g, low in zip(self._gradients, self._low, strict=True) if low.grad is not None]
+        torch._foreach_copy_(*map(list, zip(*given, strict=True)))
+        for low, master, gradient in zip(self._low, self._master, self._gradients, strict=True):
+            master.grad = None if low.grad is None else gradient
             low.grad = None
         nn.utils.clip_grad_norm_(self._master, 1.0, foreach=True)
         self._adam.step()

@@ -20,7 +20,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.progress import say
 
-TOKENS = (16, 32, 64, 128, 256, 512, 1024)
+TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 """Tokens of the graphs; larger batches take longer than their launches."""
 TEXTS = 32
 

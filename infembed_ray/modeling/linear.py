@@ -50,11 +50,12 @@ def fuse_norms(*models: nn.Module) -> None:
 
 @cache
 def _fused(norm: Any) -> Any:
-    def forward(self: Any, states: Tensor) -> Tensor:
+    def forward(self: Any, states: Tensor) -> Any:
+        if torch.compiler.is_compiling():  # it fuses the norm itself, and cannot read the mode
+            return norm.forward(self, states)
         if states.device.type in FUSING and torch.is_inference_mode_enabled():
             return nn.functional.rms_norm(states, states.shape[-1:], self.weight, self.variance_epsilon)
-        normed: Tensor = norm.forward(self, states)
-        return normed
+        return norm.forward(self, states)
 
     return type(f"Fused{norm.__name__}", (norm,), {"forward": forward})
 

@@ -7,14 +7,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask
+from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model
 
+from infembed_ray.config.training import Lora
+from infembed_ray.modeling import adapters
 from infembed_ray.modeling.attention import flex
 from infembed_ray.modeling.attention.flex import BLOCK, WIDTH, FlexTreeAttention
 from infembed_ray.modeling.attention.prefix_tree import forests
 from infembed_ray.modeling.layout import padded
 from infembed_ray.modeling.tokenizer import Tokens
 from tests.modeling.attention.test_prefix_tree import alone, as_trees, encoder_of, gradients, pairs
+
+CPU = torch.device("cpu")
 
 
 def full_blocks(mask):
@@ -135,3 +141,24 @@ def test_a_limit_of_tokens_divides_the_row_and_keeps_every_text(as_on_a_gpu):
     assert len(divided) > 1
     assert all(layout.size <= 40 or len(rows) == 1 for rows, layout in divided)
     assert sorted(row for rows, _ in divided for row in rows) == list(range(len(sequences)))
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=4, dropout=0.1)])
+@pytest.mark.parametrize(("config", "model"), [(Qwen2Config, Qwen2Model), (LlamaConfig, LlamaModel)])
+def test_layers_compile_in_one_piece_and_once_for_rows_of_any_width(as_on_a_gpu, monkeypatch, config, model, lora):
+    """The compiler traces the layers with the kernel; without a GPU, it only runs what it traced."""
+    encoder = encoder_of(config, model).train()
+    if lora:
+        adapters.add(encoder.backbones, lora)
+    rows = [[Tokens([100 + n, *range(3, 3 + n)]) for n in range(count)] for count in (20, 40, 60)]
+    layouts = [layout for texts in rows for _, layout in encoder.lay_out(texts, 1 << 40, CPU, torch.float32)]
+    assert len({layout.input_ids.shape[1] for layout in layouts}) == 3
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=(counter := CompileCounter()), fullgraph=True))
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = [encoder(layout) for layout in layouts]
+        encoder.compile_layers()
+        torch.manual_seed(0)
+        for layout, vectors in zip(layouts, expected, strict=True):
+            torch.testing.assert_close(encoder(layout), vectors, atol=1e-5, rtol=0)
+    assert counter.frame_count == 1
