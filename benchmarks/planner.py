@@ -173,7 +173,8 @@ def table() -> str:
     lines.append("|---|---:" + "|---:" * 5 + "|")
     for size in ("1.5B", "3B", "7B"):
         for nodes in range(1, 5):
-            given = [f"model=Qwen/Qwen2.5-{size}", "precision=bf16", "records_per_step=32", f"workers={8 * nodes}"]
+            given = [f"model=Qwen/Qwen2.5-{size}", "precision=bf16", "records_per_step=32", "mfu=0.4"]
+            given.append(f"workers={8 * nodes}")
             plans = {
                 (stage, again): plan(
                     PlanTrainSettings.load(None, [*given, f"zero_stage={stage}", f"activation_checkpointing={again}"])
@@ -201,7 +202,10 @@ def recipes() -> str:
         "|---|---:|---|---:|---:|---:|---:|",
     ]
     paths = sorted(path for path in RECIPES.glob("*.yaml") if not path.stem.startswith("table"))
-    made = {path: [plan(PlanTrainSettings.load(str(path), [f"workers={8 * n}"])) for n in (1, 2, 4)] for path in paths}
+    made = {
+        path: [plan(PlanTrainSettings.load(str(path), ["mfu=0.4", f"workers={8 * n}"])) for n in (1, 2, 4)]
+        for path in paths
+    }
     for path in sorted(paths, key=lambda path: made[path][0].size.parameters):
         reports = made[path]
         keys = ("zero_stage", "activation_checkpointing", "offload")
