@@ -4,8 +4,6 @@ Tasks read the corpus, sort and build shards; Ray Data actors encode chunks, eac
 object store, tasks and actors write there; nothing passes through the driver.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
