@@ -1,7 +1,5 @@
 """Fixtures of all tests: a local Ray cluster, the small real backbone, the development data."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The public API: names of `infembed_ray`, and functions of stages without a command line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Connecting to Ray, with start attempts that fail on real processes."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Contract tests: every private name in ray_compat exists in the installed Ray and means what ray_compat says."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Failures of Ray as one line: real errors of Ray, and a verb whose processes Ray kills for their memory."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -3,8 +3,6 @@
 Import circles are a contract of import-linter (pyproject.toml).
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Log lines as text or JSON, and figures without Ray."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Cohen's kappa of two raters is (p_o - p_e) / (1 - p_e): p_o is the share of equa
 their own frequencies of answers. Intervals are bootstraps over items.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """`clean=true`: the records that stay, without near-duplicates and without texts of evaluation sets."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

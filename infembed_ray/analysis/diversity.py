@@ -8,8 +8,6 @@ but no formula. INGF grows with the number of texts, so all sets are measured on
 Coverage projects the embeddings of all sets to one plane by PCA: unlike t-SNE it is deterministic, and distances have a meaning.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

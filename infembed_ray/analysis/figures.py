@@ -1,7 +1,5 @@
 """Records with their rejected rows, and their figures as sections of the quality report: funnel, verdicts, lengths and cost."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

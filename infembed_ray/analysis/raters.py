@@ -4,8 +4,6 @@ A study has hundreds of items, so one process asks all raters. The prompt is the
 the limits and the budget of the LLM client, as in a synthesis.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence

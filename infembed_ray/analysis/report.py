@@ -1,7 +1,5 @@
 """The quality report: as JSON, as printed lines, and as one self-contained HTML file whose rows a reader can browse."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256

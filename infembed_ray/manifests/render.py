@@ -4,8 +4,6 @@ A stage becomes a RayJob with its settings in a ConfigMap, `serve` a RayService.
 YAML in jobs/kubernetes and is copied once. Nothing is sent to a cluster.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Iterator

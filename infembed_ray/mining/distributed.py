@@ -4,8 +4,6 @@ Each finished block is a file, so an interrupted run repeats only the blocks in 
 of actors nor on interruptions.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping

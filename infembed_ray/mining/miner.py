@@ -1,7 +1,5 @@
 """Mining: search an index for each tuple, score what it finds, and keep hard negatives. Does not depend on Ray."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

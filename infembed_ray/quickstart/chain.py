@@ -1,7 +1,5 @@
 """`infembed quickstart`: run every stage once on the bundled sample, without API key, model hub or LLM calls."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

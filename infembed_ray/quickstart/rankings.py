@@ -1,7 +1,5 @@
 """Rankings of one query under one instruction, by exact search and as a text table; and the report, one HTML file."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence

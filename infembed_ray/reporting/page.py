@@ -1,7 +1,5 @@
 """Render a page from its Jinja template, which extends `base.html` (reports) or `shell.html` (pages with a server)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined

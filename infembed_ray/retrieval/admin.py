@@ -1,7 +1,5 @@
 """`infembed index versions|use|verify`: administration of the versions of an index."""
 
-from __future__ import annotations
-
 from infembed_ray.errors import InputError
 from infembed_ray.progress import aligned, counted, say
 from infembed_ray.retrieval import versions

@@ -1,7 +1,5 @@
 """The rows of a corpus: what a passage must be, and which files are read together."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import tempfile

@@ -4,8 +4,6 @@ Tasks read the corpus, sort and build shards; Ray Data actors encode chunks, eac
 object store, tasks and actors write there; nothing passes through the driver.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -69,8 +67,9 @@ class OnRay(build.Tasks):
             InputError: a task failed with it, or this machine has fewer CPUs or GPUs than a task or actor takes.
         """
         connect()
-        gpus = self._settings.gpus_per_actor if self._settings else 0.0
-        require_resources(gpus_per_actor=("GPU", gpus), cpus_per_shard=("CPU", cpus))
+        given = self._settings  # all that it will take, before hours of encoding
+        gpus, per_shard = (given.gpus_per_actor, given.cpus_per_shard) if given else (0.0, cpus)
+        require_resources(gpus_per_actor=("GPU", gpus), cpus_per_shard=("CPU", per_shard))
         task = _task.options(num_cpus=cpus, max_retries=0 if function is _insert else 3)  # twice would insert twice
         pending = [task.remote(function, max(1, int(cpus)), *arguments) for arguments in calls]
         try:

@@ -4,8 +4,6 @@ The distributions faiss-cpu and faiss-gpu both provide the module `faiss` and ov
 this package; the extras `cpu` and `gpu` name one each.
 """
 
-from __future__ import annotations
-
 from importlib.metadata import distributions
 from types import ModuleType
 

@@ -5,8 +5,6 @@
 per dimension. `calibrate` finds the effort of approximate types. Candidates of lossy types are reranked by the vectors.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Iterator, Mapping

@@ -10,8 +10,6 @@ A null matches no condition except `ne` and `nin`, the negations of `eq` and `in
 without a draft flag.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

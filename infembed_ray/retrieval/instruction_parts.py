@@ -9,8 +9,6 @@ negations ("do not leave out", "nothing but") exclude nothing. Negations that de
 either ("patients who have no insurance", "foods to avoid").
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import lru_cache

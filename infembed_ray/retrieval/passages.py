@@ -3,8 +3,6 @@
 A passage is found by bisection over the ids. All rows are one record batch, so fetching a few rows does not touch the others.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import re

@@ -1,7 +1,5 @@
 """The address of the API on this machine: whether a port is free, what is served there, and by which cluster."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

@@ -3,8 +3,6 @@
 `infembed-encoder-*`, `infembed-index-*` and `infembed-reranker-*` are named after their content, so several can run at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 What goes on after that is the supervisor's: the command only waits, so that the API ends with it.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

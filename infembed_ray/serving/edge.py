@@ -3,8 +3,6 @@
 With HAProxy in front, the server of every ingress replica is built with the same.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from time import monotonic

@@ -3,8 +3,6 @@
 The effect of a phrase is the passage's score under the whole instruction minus its score under the instruction without it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise

@@ -1,7 +1,5 @@
 """Metrics of the API: every replica sends a snapshot each second, and one page shows all of them to Prometheus. No Ray."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 

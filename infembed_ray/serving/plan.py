@@ -46,7 +46,6 @@ from infembed_ray.serving.release import (
     Probe,
     ProbeSet,
     ReleaseSpec,
-    RerankerArguments,
 )
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import is_uri, scratch
@@ -143,18 +142,12 @@ class Plan:
 
     def config(self) -> dict[str, Any]:
         """Return the config of `serve deploy`."""
-        builders = {
-            EncoderArguments: "deployments:encoder_application",
-            IndexArguments: "deployments:index_application",
-            RerankerArguments: "deployments:reranker_application",
-            ApiArguments: "supervisor:api_application",
-        }
         parts: dict[str, Arguments] = {**self.release.parts, APPLICATION: self.api}
         applications: list[dict[str, Any]] = [
             {
                 "name": name,
                 "route_prefix": "/" if name == APPLICATION else None,
-                "import_path": f"infembed_ray.serving.{builders[type(arguments)]}",
+                "import_path": arguments.builder,
                 "args": arguments.model_dump(mode="json", exclude_defaults=True),
             }
             for name, arguments in parts.items()

@@ -33,6 +33,8 @@ class Arguments(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
+    builder: ClassVar[str] = ""
+    """`module:function` that builds the application."""
     relevant: ClassVar[set[str]] = set()
     """Names of the settings that affect the application."""
     places: ClassVar[set[str]] = set()
@@ -52,8 +54,9 @@ class Arguments(BaseModel):
 
 
 class EncoderArguments(Arguments):
-    """Arguments of `deployments.encoder_application`. An encoder is identified by its fingerprint, wherever it was read."""
+    """Arguments of an encoder, which is identified by its fingerprint, wherever it was read."""
 
+    builder: ClassVar[str] = "infembed_ray.serving.deployments:encoder_application"
     relevant: ClassVar[set[str]] = {
         *("encoder_replicas", "max_encoder_replicas", "gpus_per_encoder", "cpus_per_encoder", "dtype"),
         "request_timeout_s",
@@ -72,8 +75,9 @@ class EncoderArguments(Arguments):
 
 
 class IndexArguments(Arguments):
-    """Arguments of `deployments.index_application`."""
+    """Arguments of the shards of an index."""
 
+    builder: ClassVar[str] = "infembed_ray.serving.deployments:index_application"
     relevant: ClassVar[set[str]] = {"shard_replicas", "gpus_per_shard", "cpus_per_shard", "request_timeout_s"}
     index: str
     """Directory of an index version, its URI in an object store, or its address in an external engine."""
@@ -86,8 +90,9 @@ class IndexArguments(Arguments):
 
 
 class RerankerArguments(Arguments):
-    """Arguments of `deployments.reranker_application`."""
+    """Arguments of a reranker."""
 
+    builder: ClassVar[str] = "infembed_ray.serving.deployments:reranker_application"
     relevant: ClassVar[set[str]] = {"rerank", "cpus_per_encoder", "gpus_per_encoder", "request_timeout_s"}
     places: ClassVar[set[str]] = {"model"}
     model: str
@@ -111,8 +116,9 @@ class RerankerArguments(Arguments):
 
 
 class ApiArguments(Arguments):
-    """Arguments of `supervisor.api_application`."""
+    """Arguments of the API."""
 
+    builder: ClassVar[str] = "infembed_ray.serving.supervisor:api_application"
     relevant: ClassVar[set[str]] = {
         *("api_keys_env", "api_keys_file", "ingress_replicas", "encoder_replicas", "max_encoder_replicas"),
         *("shard_replicas", "request_timeout_s", "ha_proxy", "compact_at", "ranking"),

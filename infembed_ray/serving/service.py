@@ -1,7 +1,5 @@
 """Documents and errors that the HTTP API, `routing.blue_green.Release` and the shards exchange. It depends on neither HTTP nor Ray."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

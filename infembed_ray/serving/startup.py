@@ -4,8 +4,6 @@ A replica spends most of its start on imports and on reading weights. Linux sche
 it cannot be raised again without privileges. So this work runs on a separate thread, which then ends.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

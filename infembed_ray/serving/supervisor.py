@@ -4,10 +4,9 @@ The supervisor is a deployment with one replica for what must go on without the 
 the verdict on a new release, and automatic compaction. So `infembed serve`, `serve deploy` and a RayService behave alike.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
+import pkgutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from statistics import fmean
@@ -26,15 +25,7 @@ from infembed_ray.progress import counted, say
 from infembed_ray.ray_failures import memory_report
 from infembed_ray.retrieval.index import Index
 from infembed_ray.serving import startup
-from infembed_ray.serving.deployments import (
-    encoder_application,
-    environment,
-    index_application,
-    limits_of,
-    replicas_of,
-    reranker_application,
-    spread,
-)
+from infembed_ray.serving.deployments import environment, limits_of, replicas_of, spread
 from infembed_ray.serving.metrics import MetricsPage
 from infembed_ray.serving.plan import LOGGING
 from infembed_ray.serving.release import (
@@ -43,13 +34,9 @@ from infembed_ray.serving.release import (
     INGRESS_CPUS,
     SUPERVISOR,
     ApiArguments,
-    Arguments,
-    EncoderArguments,
-    IndexArguments,
     Probe,
     ProbeSet,
     ReleaseSpec,
-    RerankerArguments,
 )
 from infembed_ray.serving.replicas import Ingress
 from infembed_ray.serving.routing.blue_green import open_release
@@ -75,11 +62,6 @@ PROGRESS_S = 10.0
 PROBE_TOP_K = 100
 """Hits per probe; a passage that is not among them has rank PROBE_TOP_K + 1."""
 QUERIES_AT_ONCE = 32
-BUILDERS: dict[type[Arguments], Callable[[Any], serve.Application]] = {
-    EncoderArguments: encoder_application,
-    IndexArguments: index_application,
-    RerankerArguments: reranker_application,
-}
 
 log = logging.getLogger(__name__)
 
@@ -312,10 +294,9 @@ async def probe(search: Callable[[SearchRequest], Awaitable[SearchResponse]], pr
 def _queries(probes: Sequence[Probe]) -> Iterator[tuple[str, SearchRequest]]:
     """Yield a name and the search, for both instructions of each probe."""
     for number, item in enumerate(probes):
-        yield f"{number}", SearchRequest(query=item.query, instruction=item.instruction, top_k=PROBE_TOP_K)
-        if item.changed_instruction is not None:
-            changed = SearchRequest(query=item.query, instruction=item.changed_instruction, top_k=PROBE_TOP_K)
-            yield f"{number} changed", changed
+        changed = {} if item.changed_instruction is None else {f"{number} changed": item.changed_instruction}
+        for name, instruction in {f"{number}": item.instruction, **changed}.items():
+            yield name, SearchRequest(query=item.query, instruction=instruction, top_k=PROBE_TOP_K)
 
 
 # -------------------------------------------------------------------------------------------- one release for another
@@ -339,7 +320,7 @@ def roll_out(arguments: ApiArguments, new: ReleaseSpec, current: Deployed | None
     missing = {name: arguments for name, arguments in new.parts.items() if name not in running}
     try:
         for name, part in missing.items():
-            application = BUILDERS[type(part)](part)
+            application = pkgutil.resolve_name(part.builder)(part)
             ray_compat.start_application(application, name, None, LoggingConfig(**LOGGING))
         for name in missing:
             wait_until_running(name)

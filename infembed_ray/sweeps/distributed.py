@@ -4,8 +4,6 @@ Each trial is two steps with their own identities (a training, an evaluation), s
 steps and runs the rest, whether the driver was killed, a node was lost, or the sweep was extended by a row or a seed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

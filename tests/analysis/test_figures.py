@@ -99,25 +99,6 @@ def test_records_without_provenance_or_kept_rows_have_no_price(tmp_path):
 # ------------------------------------------------------------------------------------------------------------- inputs
 
 
-def test_a_synthesis_output_gives_kept_rejected_and_failed_rows(tmp_path):
-    material = read(resolve(publish(tmp_path / "out")), "records")
-    assert [r.id for r in material.kept] == ["a", "b", "c"]
-    assert [r["id"] for r in material.rejected] == ["d", "e", "f"]
-    assert [r["id"] for r in material.dead_letter] == ["g"]
-    assert {kind: len(rows) for kind, rows in material.provenance.items()} == {
-        "kept": 3,
-        "rejected": 3,
-        "dead_letter": 1,
-    }
-    assert material.manifest["counts"]["seeds"] == 7
-
-
-def test_an_output_that_kept_nothing_can_be_read(tmp_path):
-    material = read(resolve(publish(tmp_path / "out", Rows([], ROWS.rejected, ROWS.dead_letter))), "records")
-    assert material.kept == []
-    assert len(material.rejected) == 3
-
-
 def test_a_file_of_records_has_no_rejected_rows_and_no_manifest(tmp_path):
     file = tmp_path / "records.jsonl"
     file.write_text(json.dumps(vars(record("a"))))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -16,7 +14,7 @@ from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.errors import InputError
 from tests.analysis.samples import record
 from tests.support.files import write_jsonl
-from tests.support.rater_stub import Row, expected_kappa, stub
+from tests.support.rater_stub import expected_kappa, stub
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -59,10 +57,11 @@ def study_of(published: Any) -> dict[str, Any]:
     return report
 
 
-def check_kappas(tmp_path: Path, sheet: Path, rows: list[Row], reference: str) -> dict[str, Any]:
-    """Run raters of known error rates, and compare their kappas with arithmetic and with scikit-learn's."""
+def test_kappas_of_raters_of_known_error_rates_are_those_of_arithmetic_and_of_scikit_learn(tmp_path: Path) -> None:
+    rows = made_rows(200)
+    sheet = write_jsonl(tmp_path / "sheet.jsonl", rows)
     errors = {"perfect": 0.0, "good": 0.1, "poor": 0.5}
-    truth = {row["item_id"]: str(row[reference]) for row in rows}
+    truth = {row["item_id"]: row["ann"] for row in rows}
     with stub(rows, truth, errors) as (url, _):
         published = run(settings(tmp_path, url, [sheet], list(errors)))
     report = study_of(published)
@@ -70,18 +69,12 @@ def check_kappas(tmp_path: Path, sheet: Path, rows: list[Row], reference: str) -
     pairs = {(pair["one"], pair["other"]): pair["kappa"]["value"] for pair in report["pairs"]}
     answers = [truth[row["item_id"]] for row in given]
     for model, error in errors.items():
-        kappa = pairs[reference, model]
+        kappa = pairs["ann", model]
         # Standard error of kappa with known marginals: sqrt(p_o (1 - p_o) / n) / (1 - p_e), where p_e is about 1/5.
         sampling_error = math.sqrt(error * (1 - error) / len(rows)) / 0.8
         assert abs(kappa - expected_kappa(answers, error, CHOICES)) <= 3 * sampling_error + 1e-9
         assert kappa == pytest.approx(cohen_kappa_score(answers, [row[model] for row in given]))
     assert [rater["rater"] for rater in report["llm_raters"]] == ["perfect", "good", "poor"]
-    return report
-
-
-def test_one_annotator_is_enough(tmp_path: Path) -> None:
-    rows = made_rows(200)
-    report = check_kappas(tmp_path, write_jsonl(tmp_path / "sheet.jsonl", rows), rows, "ann")
     assert report["references"] == ["ann"]
     assert report["among_references"]["value"] is None
 

@@ -1,7 +1,5 @@
 """Made-up seeds, all different."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """20,000 seeds with faults of every kind: every seed has an outcome, and memory does not grow."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Limits at full size, by the server's own count: eight actors in processes, over HTTP."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from pathlib import Path

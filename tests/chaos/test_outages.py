@@ -1,7 +1,5 @@
 """A run whose endpoint stops answering for good stops, publishes nothing, and resumes where it stopped."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

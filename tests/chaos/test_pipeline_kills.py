@@ -7,8 +7,6 @@ With `Idempotency-Key` no request is paid twice. Without it, a killed driver cos
 answers since the last upload of its journal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

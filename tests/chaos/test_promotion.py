@@ -1,7 +1,5 @@
 """What a pipeline does to a live API: a model that fails its gate or its probes is not promoted, a good one is, under load."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows against an endpoint of which every fourth response has one of 29 faults."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Two workers on CPU, fp32, every ZeRO stage. Ray Train replaces a killed worker w
 driver again, as a job queue would. Neither may change a loss, the order of the data or a weight.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

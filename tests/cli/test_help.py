@@ -1,7 +1,5 @@
 """Help and YAML of settings."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line by itself, before a verb's own modules are imported."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess

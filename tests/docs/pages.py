@@ -1,7 +1,5 @@
 """The pages of the documentation, their code blocks, links and inline code."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import re

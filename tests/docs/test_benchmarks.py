@@ -1,7 +1,5 @@
 """Benchmarks, which no test runs at full size, import only what the package still has."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The examples of the documentation run, on the bundled sample, in one directory and on one cluster."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

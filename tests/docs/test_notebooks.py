@@ -1,7 +1,5 @@
 """The notebooks of examples/ run in a kernel that sees the package, but neither the checkout nor the tests."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

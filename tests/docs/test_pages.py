@@ -1,7 +1,5 @@
 """The documentation agrees with the code: commands, settings, links, files, tests and metrics."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page `Your own retriever`: all its commands in one shell, in their order, in a copy of the checkout's files."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -5,8 +5,6 @@ Every function writes repositories below the root of a mirror (`root/<owner>/<na
 mteb, read the very same files.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

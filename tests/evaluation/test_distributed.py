@@ -94,7 +94,7 @@ def settings(files, query_first, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def published(bucket, ray_cluster, settings):  # the cluster's processes get the bucket's environment
+def published(ray_cluster, settings):
     with small_chunks():
         return run(settings)
 

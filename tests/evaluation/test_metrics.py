@@ -1,7 +1,5 @@
 """Measures against trec_eval, mteb, and values computed by hand."""
 
-from __future__ import annotations
-
 import random
 import re
 from statistics import fmean

@@ -1,7 +1,5 @@
 """mteb and our evaluation give the same values for the same files and models."""
 
-from __future__ import annotations
-
 import importlib.util
 from statistics import fmean
 

@@ -1,7 +1,5 @@
 """Cases of the GPU suite that end in every way a real one can."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A private Ray head that requires a token, and `ray job submit` to it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -3,8 +3,6 @@
 Nodes share the machine's installed software (the image of a real cluster), and reach one another and the store by TCP.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ A stage is then repeated in this process: it must find its output before it need
 with its journal of responses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -4,8 +4,6 @@ Each node has a /tmp of its own and worker nodes have proxies of their own, as p
 of the RayService. Needs redis-server (Debian package of that name).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

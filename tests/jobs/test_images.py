@@ -1,7 +1,5 @@
 """docker/Dockerfile: in agreement with the package. Building the images needs a network, so no test does it."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 One node is killed during each stage. The outputs must equal those of the same stages with local directories.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

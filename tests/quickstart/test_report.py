@@ -82,15 +82,6 @@ def test_each_measure_has_its_interval_and_its_difference_to_the_baseline(tmp_pa
     assert "bootstrap" in text
 
 
-def test_bars_and_whiskers_are_drawn_to_scale(tmp_path):
-    bars = re.findall(r'<svg class="bar".*?</svg>', written(tmp_path))
-    drawn = [
-        (float(re.search(r'width="(.*?)"', bar)[1]), float(re.search(r'class="whisker" x1="(.*?)"', bar)[1]))
-        for bar in bars
-    ]
-    assert drawn[:2] == [(20.0, 10.0), (45.0, 35.0)]
-
-
 def test_a_measure_over_no_requests_has_no_bar(tmp_path):
     found = results()
     for model in MEANS:

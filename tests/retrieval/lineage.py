@@ -1,7 +1,5 @@
 """A lineage without Ray and without an encoder: its first version, changes, compactions, and what they must answer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

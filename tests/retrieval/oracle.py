@@ -1,7 +1,5 @@
 """What a live index must answer: a dictionary of documents and float64 arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

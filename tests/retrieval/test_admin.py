@@ -1,11 +1,8 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from infembed_ray.cli.main import main
-from infembed_ray.retrieval import shards
 from infembed_ray.retrieval.compaction import Compaction
 from infembed_ray.retrieval.updates.write_ahead_log import Delete
 from infembed_ray.storage.steps import resolve
@@ -34,22 +31,3 @@ def test_versions_are_listed_used_and_verified_from_the_command_line(
     assert "1 segment of changes since" in capsys.readouterr().out
     assert main(["index", "use", str(output), "none"]) == 2
     assert "infembed index use: version=none: no such version" in capsys.readouterr().err
-
-
-def test_what_is_damaged_is_named_and_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "index"
-    first = publish(output)
-    log = log_of(output)
-    log.append([Delete("d1")])
-    second = fold(Compaction.open(str(output)))
-    (log.directory / f"{1:012d}.arrow").write_bytes(b"")
-    assert main(["index", "verify", str(output)]) == 0  # this version has it already
-    assert main(["index", "verify", str(first)]) == 2
-    assert "000000000001.arrow is corrupted" in capsys.readouterr().err
-    (first / "shard-00000" / shards.INDEX_FILE).unlink()
-    for command in (["verify", str(first)], ["use", str(output), first.name]):
-        assert main(["index", *command]) == 2
-        error = capsys.readouterr().err
-        assert "shard-00000/index.faiss is missing" in error
-        assert len(error.splitlines()) == 1
-    assert resolve(output) == second

@@ -1,7 +1,5 @@
 """The steps of a build: errors, partitions, sorted passages, and reused vectors against a dictionary of the older version."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -30,8 +28,7 @@ from infembed_ray.retrieval.build import (
     sort_shards,
     work_directory,
 )
-from infembed_ray.retrieval.passages import open_passages, schema
-from infembed_ray.retrieval.shard_files import PASSAGES_FILE, VECTORS_FILE
+from infembed_ray.retrieval.passages import schema
 from infembed_ray.retrieval.shards import Build, shard_of
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from infembed_ray.storage.places import Place, listing, open_binary
@@ -108,13 +105,17 @@ def test_a_corpus_in_an_object_store_is_partitioned_in_parts(
     assert sorted(passages, key=lambda row: row["year"]) == rows
 
 
-def test_a_bad_row_of_a_corpus_in_an_object_store_is_named_by_its_uri(bucket: str, tmp_path: Path) -> None:
+def test_a_bad_row_is_named_by_its_uri_and_a_duplicate_id_is_refused_also_between_parts(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpora, "PART_BYTES", 1)
     corpus = Folder.open(f"{bucket}/bad-rows", "corpus")
     corpus.write("a.jsonl", '{"id": "a", "text": "x"}\n{"id": "b", "text": " "}\n')
     work = work_in(tmp_path / "work", 2, metadata={})
     with pytest.raises(InputError, match=rf"^corpus={corpus}/a.jsonl: row 2: column text"):
         partition_corpus(corpus, work, Tasks())
-    corpus.write("a.jsonl", '{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}\n')
+    for name in ("a.jsonl", "b.jsonl"):
+        corpus.write(name, '{"id": "a", "text": "x"}\n')
     sizes = partition_corpus(corpus, work, Tasks())
     with pytest.raises(DuplicateId, match="id a is a duplicate"):
         sort_shards(corpus, sizes, work, Tasks(), None)
@@ -150,15 +151,6 @@ def test_rows_in_any_order_are_sorted_by_id_in_their_shard(
         assert [row for chunk in own_chunks for row in work.passages(chunk).to_pylist()] == expected
 
 
-def test_a_duplicate_id_is_refused_also_between_parts(tmp_path: Path) -> None:
-    work = work_in(tmp_path / "work", metadata={})
-    for part in range(2):
-        file = write_jsonl(tmp_path / f"{part}.jsonl", [{"id": f"p{n}", "text": "x"} for n in range(part, 10)])
-        work.partition(part, [file])
-    with pytest.raises(DuplicateId, match="id p1 is a duplicate"):
-        work.sort(0, 2, 3, None)
-
-
 def fill(work: Work, corpus: Path, rows: int, base: Base | None = None) -> list[int]:
     """Partition and sort a corpus of two files, each read as a part; returns the passages of each shard."""
     corpus.mkdir(exist_ok=True)
@@ -189,39 +181,6 @@ def test_chunks_cover_the_shards_and_grow_with_the_corpus() -> None:
     assert chunks == [Chunk(0, 0, 0, 512), Chunk(0, 1, 512, 512), Chunk(0, 2, 1024, 276), Chunk(2, 0, 0, 2)]
     assert len({chunk.name for chunk in chunks}) == 4
     assert [chunk_rows([total]) for total in (0, 10**6, 16_384 * 10_000)] == [512, 512, 8192]
-
-
-def test_a_directory_and_a_store_keep_passages_and_vectors_for_the_shards(
-    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
-    monkeypatch.setattr(module, "CHUNK_PASSAGES", 4)
-    written = []
-    for root in (tmp_path / "work", Folder.open(f"{bucket}/{tmp_path.name}/.work.encoded", "output")):
-        work = work_in(root, 2)
-        assert (work.sizes(), work.reusable(0)) == (None, None)
-        sizes = fill(work, tmp_path / "corpus", 25)
-        assert work.sizes() == sizes
-        assert [work.reusable(shard) for shard in range(2)] == [0, 0]
-        every = chunks_of(sizes)
-        for chunk in every[1:]:
-            encode(work, chunk)
-        assert work.encoded() == {chunk.name for chunk in every[1:]}
-        encode(work, every[0])
-        numbers = {}
-        for shard in range(2):
-            directory = tmp_path / f"{type(root).__name__}-{shard}"
-            directory.mkdir()
-            work.gather(shard, [chunk for chunk in every if chunk.shard == shard], directory)
-            written.append([(directory / name).read_bytes() for name in (PASSAGES_FILE, VECTORS_FILE)])
-            ids = open_passages(directory / PASSAGES_FILE).column("id").to_pylist()
-            assert ids == sorted(ids)
-            numbers |= dict(zip(ids, np.load(directory / VECTORS_FILE)[:, 0].tolist(), strict=True))
-        assert numbers == {f"p{i}": i for i in range(25)}
-        work.delete()
-        assert work.sizes() is None
-    assert written[:2] == written[2:]
-    assert not list((tmp_path / "scratch").glob("*"))
 
 
 def test_a_deletion_that_is_interrupted_lets_the_next_build_begin_again(

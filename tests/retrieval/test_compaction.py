@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -226,17 +224,6 @@ def test_an_interrupted_compaction_begins_again_with_newer_changes(tmp_path: Pat
     assert refused.value.faults[0].setting == "memory_gib"
     log_of(output).append([Delete("d1")])  # a smaller shard might fit
     assert Compaction.open(str(output)).until == 2
-
-
-def test_equal_scores_keep_their_order_after_compaction(tmp_path: Path) -> None:
-    output = tmp_path / "index"
-    same = document("x", 7).vector
-    publish(output, [document("zz", 1)], shards=1)
-    log_of(output).append([Put(id, "text", same, {}) for id in "abcdefg"])
-    before = Index.open(output).search(same[None], 3)
-    fold(Compaction.open(str(output)))
-    assert Index.open(output).search(same[None], 3) == before
-    assert [hit.id for hit in before[0]] == list("gfe")
 
 
 @pytest.mark.integration

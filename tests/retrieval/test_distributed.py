@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from infembed_ray.cli.main import main
@@ -52,8 +49,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory, minilm: str) -> IndexSett
 
 
 @pytest.fixture(scope="module")
-def made(settings: IndexSettings, bucket: str, ray_cluster: None) -> Published:
-    """An index of an uninterrupted build. The cluster starts after the bucket, whose address its workers inherit."""
+def made(settings: IndexSettings, ray_cluster: None) -> Published:
+    """An index of an uninterrupted build."""
     return run(settings)
 
 
@@ -80,15 +77,9 @@ def test_an_index_holds_every_passage_and_agrees_with_the_encoder(
         for built in (here, index)  # their vectors may differ by rounding
     ]
     assert facts[0] == facts[1]
-    ids, vectors = (
-        list(PASSAGES),
-        encoder.encode_passages(list(PASSAGES.values())).astype(np.float16).astype(np.float64),
-    )
-    exact = dict(zip(ids, vectors @ query[0], strict=True))
     hits = index.search(query, len(PASSAGES))[0]
     assert {hit.id: hit.text for hit in hits} == PASSAGES
     assert all(hit.metadata == {"topic": hit.id[:3], "words": len(hit.text.split())} for hit in hits)
-    np.testing.assert_allclose([hit.score for hit in hits], [exact[hit.id] for hit in hits], atol=1e-4)
     assert hits[0].id.startswith("esp")
     assert {hit.id[:3] for hit in index.search(query, 3, {"topic": "tax"})[0]} == {"tax"}
     assert sorted(p.name for p in made.path.iterdir()) == ["manifest.json"] + [f"shard-0000{n}" for n in range(3)]
@@ -183,22 +174,14 @@ def test_an_interrupted_or_failed_build_resumes_to_the_same_bytes(
 
 
 @pytest.mark.ray
-def test_faults_found_by_workers_are_one_line(
-    tmp_path: Path, settings: IndexSettings, minilm: str, ray_cluster: None
+@pytest.mark.parametrize("setting", ["cpus_per_shard", "gpus_per_actor"])
+def test_a_build_that_would_wait_without_end_is_refused_before_it_encodes(
+    tmp_path: Path, settings: IndexSettings, ray_cluster: None, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(message: str, **changes: object) -> None:
-        values = {"corpus": settings.corpus, "model": minilm, "output": str(tmp_path / "index"), **changes}
-        with pytest.raises(InputError, match=message) as refusal:
-            run(IndexSettings.from_mapping(values))
-        assert "\n" not in str(refusal.value)
-        assert not (tmp_path / "index" / "latest").exists()
-
-    refuse("cpus_per_shard=1000: this machine has .* CPU; lower it, or run on a cluster", cpus_per_shard=1000)
-    refuse("gpus_per_actor=100: this machine has .* GPU; lower it", gpus_per_actor=100)  # Ray would wait without end
-    encoder = InstructionEncoder.from_pretrained(minilm)
-    dict(encoder.backbone.named_parameters())["encoder.layer.0.output.dense.weight"].data.fill_(3e38)  # overflows
-    encoder.save_pretrained(tmp_path / "broken")
-    refuse(r"model=.*broken: its embedding of passage \S+ is not finite", model=str(tmp_path / "broken"))
+    monkeypatch.setattr(distributed.ray.data, "from_items", None)
+    with pytest.raises(InputError, match=rf"^{setting}=1000.*: this machine has .* [CG]PU; lower it.* on a cluster"):
+        run(settings.model_copy(update={"output": str(tmp_path / "index"), setting: 1000.0}))
+    assert not (tmp_path / "index" / "latest").exists()
 
 
 @pytest.mark.ray

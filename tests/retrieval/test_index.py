@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import re
 from datetime import date
@@ -140,6 +138,11 @@ def test_an_encoder_whose_weights_changed_has_to_be_saved_first(minilm: str, tmp
     assert hits[0].score == pytest.approx(
         float((encoder.encode_passages(PASSAGES) @ encoder.encode_queries("coffee")).max()), abs=5e-4
     )
+    dict(encoder.backbone.named_parameters())["encoder.layer.0.output.dense.weight"].data.fill_(3e38)  # overflows
+    encoder.save_pretrained(str(tmp_path / "broken"))
+    broken = InstructionEncoder.from_pretrained(str(tmp_path / "broken"))
+    with pytest.raises(InputError, match=r"^model=.*broken: its embedding of passage \d is not finite; .* another"):
+        Index.build(PASSAGES, broken)
 
 
 @pytest.mark.integration

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -107,50 +105,14 @@ def test_what_is_left_is_wanted(instruction: str, wanted: str) -> None:
     assert split(instruction).wanted == wanted
 
 
-WORDS = st.sampled_from(
-    [
-        "no",
-        "not",
-        "without",
-        "except",
-        ",",
-        ".",
-        ";",
-        "but",
-        "only",
-        "than",
-        "rather",
-        "leave",
-        "out",
-        "skip",
-        "nothing",
-        "other",
-        "is",
-        "are",
-        "can",
-        "be",
-        "ignored",
-        "I",
-        "the",
-        "cats",
-        "dogs",
-        "2020",
-        "later",
-        "don't",
-        "and",
-        "or",
-        "-",
-        ":",
-        "(",
-        ")",
-        "“",
-        "é",
-    ]
+WORDS = (
+    "no not without except , . ; but only than rather leave out skip nothing other is are can be ignored "
+    "I the cats dogs 2020 later don't and or - : ( ) “ é"
 )
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(WORDS, max_size=25).map(" ".join) | st.text(max_size=60))
+@given(st.lists(st.sampled_from(WORDS.split()), max_size=25).map(" ".join) | st.text(max_size=60))
 def test_spans_are_ordered_parts_of_the_instruction(instruction: str) -> None:
     parts = split(instruction)
     last = 0

@@ -1,7 +1,5 @@
 """The store against brute force, on a real Milvus Lite."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from datetime import date

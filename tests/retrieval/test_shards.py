@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import errno
@@ -32,30 +30,6 @@ def write(root: Path, n: int, d: int = 8, precision: str = "float32", **options:
     vectors = unit_vectors(n, d).astype(precision)
     ids, texts = [f"p{i}" for i in range(n)], [f"text {i}" for i in range(n)]
     return write_shard(root / "shard-00000", ids, texts, vectors, **options), vectors
-
-
-def test_a_written_shard_returns_ids_scores_and_texts(tmp_path: Path) -> None:
-    facts, vectors = write(tmp_path, 50)
-    shard = Shard.open(tmp_path, facts)
-    assert (len(shard), facts.passages, facts.factory, facts.recall_at_10) == (50, 50, "Flat", 1.0)
-    queries = unit_vectors(3, 8, seed=1)
-    exact = queries.astype(np.float64) @ vectors.astype(np.float64).T
-    for row, hits in enumerate(shard.search(queries, 7)):
-        best = np.argsort(-exact[row])[:7]
-        assert [hit.id for hit in hits] == [f"p{i}" for i in best]
-        assert [hit.text for hit in hits] == [f"text {i}" for i in best]
-        np.testing.assert_allclose([hit.score for hit in hits], exact[row, best], atol=1e-6)
-
-
-def test_rows_are_sorted_by_id_with_their_vectors(tmp_path: Path) -> None:
-    facts, vectors = write(tmp_path, 30)
-    shard = Shard.open(tmp_path, facts)
-    ids = shard.passages.column("id").to_pylist()
-    assert ids == sorted(f"p{i}" for i in range(30))
-    np.testing.assert_array_equal(shard.vectors(slice(None)), vectors[[int(id[1:]) for id in ids]])
-    assert [shard.row_of(id) for id in ids] == list(range(30))
-    assert shard.row_of("p") is None
-    assert shard.row_of("q") is None
 
 
 def test_hits_carry_typed_metadata(tmp_path: Path) -> None:
@@ -104,6 +78,8 @@ def test_every_index_type_is_written_opened_and_searched(tmp_path: Path, kind: s
     queries = unit_vectors(30, 8, seed=1)
     keep = np.arange(300) % 3 != 0
     ids = shard.passages.column("id").to_pylist()
+    assert ids == sorted(f"p{i}" for i in range(300))
+    assert [shard.row_of(id) for id in (*ids[:3], "p", "q")] == [0, 1, 2, None, None]
     stored = shard.vectors(slice(None))
     np.testing.assert_array_equal(stored, vectors[[int(id[1:]) for id in ids]])  # as they were rounded
     exact = queries.astype(np.float64) @ stored.T.astype(np.float64)
@@ -111,6 +87,7 @@ def test_every_index_type_is_written_opened_and_searched(tmp_path: Path, kind: s
         kept = exact if mask is None else np.where(mask, exact, -2)
         shares = []
         for hits, scores in zip(shard.search(queries, 10, mask), kept, strict=True):
+            assert [hit.text for hit in hits] == [f"text {hit.id[1:]}" for hit in hits]
             products = [scores[ids.index(hit.id)] for hit in hits]
             np.testing.assert_allclose([hit.score for hit in hits], products, atol=1e-6)  # no score is approximate
             shares.append(len({hit.id for hit in hits} & {ids[row] for row in np.argsort(-scores)[:10]}) / 10)

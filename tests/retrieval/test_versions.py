@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -115,9 +113,11 @@ def test_a_damaged_manifest_is_reported_and_other_versions_work(
     assert Index.open(output).version == "a2"
 
 
-def test_latest_never_points_at_a_version_with_missing_changes(output: Path) -> None:
-    (output / "changes" / "c1" / f"{1:012d}.arrow").unlink()
-    with pytest.raises(InputError, match=r"000000000001\.arrow is missing"):
+@pytest.mark.parametrize("damage", ["missing", "corrupted"])
+def test_latest_never_points_at_a_version_whose_changes_are_damaged(output: Path, damage: str) -> None:
+    segment = output / "changes" / "c1" / f"{1:012d}.arrow"
+    segment.unlink() if damage == "missing" else segment.write_bytes(b"")
+    with pytest.raises(InputError, match=rf"000000000001\.arrow is {damage}"):
         use(output, "c1")
     assert [v.id for v in versions(output) if v.current] == ["a3"]
     use(output, "a3")  # in which it is folded

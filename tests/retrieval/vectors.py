@@ -1,7 +1,5 @@
 """Vectors for the tests of this folder."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

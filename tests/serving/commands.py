@@ -1,7 +1,5 @@
 """`infembed serve` as a command of its own process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

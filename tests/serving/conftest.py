@@ -1,7 +1,5 @@
 """A small index and the settings that serve it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

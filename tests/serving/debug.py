@@ -1,7 +1,5 @@
 """A service without weights and without Ray: the real batching engine over vectors computed from the token ids."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import socket

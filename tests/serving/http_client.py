@@ -1,7 +1,5 @@
 """HTTP clients of a served API."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Small published indexes, made by `Index.build`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What tests of upgrades share: releases, replicas, and what a command does to them."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

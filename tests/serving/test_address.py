@@ -1,7 +1,5 @@
 """The address of the API on this machine."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -1,7 +1,5 @@
 """The API on a real Ray Serve, over real HTTP, with a real small encoder: upgraded, extended and broken under load."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os
@@ -57,6 +55,8 @@ def api(settings: ServeSettings, ray_cluster: None) -> Iterator[str]:
     distributed._start_serve(plan := Plan.resolve(settings))
     serve.run(api_over(plan.api, None), name=APPLICATION, route_prefix="/")
     with serving(settings) as url:
+        assert url == f"http://127.0.0.1:{settings.port}"  # it takes over the port
+        assert ask(f"{url}/readyz")[0] == 200
         yield url
     distributed.stop()  # the release that replaced it
 
@@ -76,12 +76,6 @@ def replicas() -> dict[str, set[str]]:
         }
         for name, application in _get_global_client().get_serve_details()["applications"].items()
     }
-
-
-@pytest.mark.ray
-def test_the_api_takes_over_the_port_of_a_killed_job(api: str, settings: ServeSettings) -> None:
-    assert api == f"http://127.0.0.1:{settings.port}"
-    assert ask(f"{api}/readyz")[0] == 200
 
 
 @pytest.mark.ray
@@ -199,40 +193,15 @@ def test_another_port_is_rejected_while_serve_runs(api: str, settings: ServeSett
 def test_a_failed_upgrade_keeps_the_current_release(api: str, settings: ServeSettings, root: Path, minilm: str) -> None:
     broken = publish_index(root / "broken", minilm, {"only": "One passage."}, shards=1)
     new = settings.model_copy(update={"index": str(broken)})
-    plan = Plan.resolve(new)
     before, applications = ask(f"{api}/v1/models")[1], set(serve.status().applications)
     vectors = broken / "shard-00000" / "passages.arrow"
     content = vectors.read_bytes()
     vectors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(InputError, match=r"passages\.arrow is corrupted"):
         run(new)
-    with pytest.raises(InputError, match=r"passages\.arrow is corrupted"):
-        distributed._deploy(plan)  # damaged after it was checked
     assert ask(f"{api}/v1/models")[1] == before
     assert found(api, QUERY, top_k=1, instruction=INSTRUCTIONS[0]) == ["diabetes-doctors"]
     wait_until(lambda: set(serve.status().applications) == applications)
-
-
-@pytest.mark.ray
-def test_a_blue_green_switch_under_load_fails_no_request_and_mixes_no_answer(
-    api: str, settings: ServeSettings, root: Path, minilm: str
-) -> None:
-    other = publish_index(root / "two", minilm, AGAIN, shards=3, types={"year": "integer"})
-    encoders = {name for name in serve.status().applications if "-encoder-" in name}
-    with under_load(api) as answers:
-        wait_until(lambda: len(answers) > 20)
-        run(settings.model_copy(update={"index": str(other)}))
-        wait_until(lambda: any(answer.body["index_version"] == other.name for answer in answers[-8:]))
-    assert Counter(answer.status for answer in answers) == {200: len(answers)}
-    expected = {(Path(settings.index).name, False), (other.name, True)}
-    for answer in answers:
-        ids = {hit["id"].endswith("-again") for hit in answer.body["hits"]}
-        assert len(ids) == 1, "hits of two versions in one answer"
-        assert (answer.body["index_version"], ids.pop()) in expected
-    assert {answer.body["index_version"] for answer in answers} == {version for version, _ in expected}
-    applications = serve.status().applications
-    assert {name for name in applications if "-encoder-" in name} == encoders  # it was not restarted
-    assert len([name for name in applications if "-index-" in name]) == 1
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +241,7 @@ def test_each_collection_answers_from_its_own_index_and_documents(api: str, exte
 
 
 @pytest.mark.ray
-def test_an_upgrade_of_one_collection_fails_no_request_and_restarts_no_other_part(
+def test_an_upgrade_under_load_fails_no_request_mixes_no_answer_and_restarts_no_other_part(
     api: str, extended: ServeSettings, newer: ServeSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = Path(newer.collections["news"])
@@ -287,7 +256,7 @@ def test_an_upgrade_of_one_collection_fails_no_request_and_restarts_no_other_par
     assert {hit["id"] for answer in plain for hit in answer.body["hits"]} <= set(PASSAGES)
     versions = {Path(extended.collections["news"]).name: set(NEWS), other.name: set(AGAIN)}
     assert {answer.body["index_version"] for answer in of_news} == set(versions)
-    for answer in of_news:
+    for answer in of_news:  # each of one version alone
         assert {hit["id"] for hit in answer.body["hits"]} <= versions[answer.body["index_version"]]
     after = replicas()
     for same in (release.default.index.application, *release.encoders, *rerankers(), APPLICATION):
@@ -315,7 +284,6 @@ def test_searches_are_reranked_and_go_on_without_a_lost_reranker(
         return {**answer, "ids": [hit["id"] for hit in answer["hits"]]}
 
     run(newer)  # nothing to do if the tests before have run
-    (first,) = rerankers()
     answer = search()
     assert answer["ids"] == by_scores
     assert {hit["id"]: hit["rerank_score"] for hit in answer["hits"]} == pytest.approx(
@@ -331,14 +299,6 @@ def test_searches_are_reranked_and_go_on_without_a_lost_reranker(
     wait_until(lambda: search()["ids"] == by_scores, 120)  # Serve starts another one
     wait_until(lambda: max(values(api, "infembed_rerank_searches_total"), default=0) >= 2, 30)
     wait_until(lambda: max(values(api, "infembed_reranker_texts_total"), default=0) >= 1, 30)
-
-    # The API does something else with the same reranker.
-    run(newer.model_copy(update={"rerank": RERANK.model_copy(update={"depth": 1})}))
-    assert rerankers() == [first]
-    wait_until(lambda: search()["ids"] == by_cosine and search()["hits"][0]["rerank_score"] is not None, 30)
-    run(newer.model_copy(update={"rerank": None}))
-    assert rerankers() == []
-    assert search()["timings"]["rerank_ms"] is None
 
 
 @pytest.mark.ray

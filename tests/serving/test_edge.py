@@ -1,7 +1,5 @@
 """The proxy's middleware: bodies, admission, and errors of Serve."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import os

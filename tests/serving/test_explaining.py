@@ -1,7 +1,5 @@
 """Phrases of instructions, the leave-one-out instructions, and effects by hand."""
 
-from __future__ import annotations
-
 import time
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The code of docs/guides/clients.md, run as it stands but for the address, against a real HTTP server."""
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -35,11 +33,3 @@ def test_a_setting_changes_only_the_applications_that_it_affects(change: dict[st
 
     before, after = names(SETTINGS), names(SETTINGS.model_copy(update=change))
     assert {part for part in before if before[part] != after[part]} == changed
-
-
-def test_an_encoder_is_identified_by_its_fingerprint_wherever_it_is() -> None:
-    here, there, other = (
-        EncoderArguments(model=model, fingerprint=fingerprint * 16, settings=SETTINGS).application
-        for model, fingerprint in (("/here", "f"), ("s3://there", "f"), ("/here", "e"))
-    )
-    assert here == there != other

@@ -1,7 +1,5 @@
 """The replicas' own logic, and shards on several nodes; `test_distributed` runs all replicas in Serve."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

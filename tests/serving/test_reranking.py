@@ -1,7 +1,5 @@
 """The reranker: settings checked before a start, and its engine over a scorer that the tests know."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """An index in Milvus Lite, built on Ray and served over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """The supervisor's verdict on a new release, and what an ingress replica makes of it."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Requests and completions for tests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

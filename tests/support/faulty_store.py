@@ -1,7 +1,5 @@
 """A proxy before the stand-in object store: drops replies, answers errors, is slow, truncates objects."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import threading

@@ -4,8 +4,6 @@ It serves the repositories of a directory, `<root>/<owner>/<name>`, the same at 
 their SHA-256, as the hub lists large files; other files have none.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -6,8 +6,6 @@ were read off the CRDs of KubeRay 1.7 and of the operator 0.84; and against the 
 downloaded them.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A real Milvus Lite server for tests, over gRPC as a Milvus server is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A local S3-compatible server (moto) with one bucket."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """An endpoint whose models answer the items of a sheet with known error rates."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

@@ -1,7 +1,5 @@
 """Behaviour of the stand-in LLM: rule-based answers to the pipeline's prompts, and faults. Equal requests get equal answers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
@@ -165,8 +163,6 @@ def say(prompt: str, mistaken: float = 0.0, stubborn: float = 0.0, poor: float =
     rng = random.Random(prompt)
     if prompt.startswith(PROBE):
         return f"Answer: {' '.join(map(str, range(1, 101))) if 'Count' in prompt else 'yes'}"
-    if "Answer: <the JSON object>" in prompt:
-        return f"Answer: {_filter(prompt)}"
     if "Candidates:" in prompt:
         return f"Answer: {_judge(prompt, rng, mistaken, stubborn)}"
     if "Passage: <" in prompt:
@@ -206,23 +202,6 @@ def _judge(prompt: str, rng: random.Random, mistaken: float, stubborn: float) ->
             return str(intended or "none")
         right = rng.choice([0, *(number for number in range(1, len(shown) + 1) if number != right)])
     return str(right or "none")
-
-
-def _filter(prompt: str) -> str:
-    """Return a filter for the instruction between its tags, by a few rules. It names a field that no index has, too."""
-    tagged = re.search(r"<instruction-(\w+)>\n(.*)\n</instruction-\1>", prompt, re.DOTALL)
-    assert tagged is not None, "no instruction in the prompt"
-    conditions: dict[str, Any] = {}
-    if since := re.search(r"since (\d{4})\b", tagged[2]):
-        conditions["year"] = {"gte": int(since[1])}
-    if before := re.search(r"before (\d{4}\S*)", tagged[2]):
-        conditions["day"] = {"lt": before[1].rstrip(".,")}
-    if "drafts" in tagged[2]:
-        conditions["draft"] = {"ne": True}
-    if "publisher" in tagged[2]:
-        conditions["publisher"] = "WHO"
-    said = f"{len(conditions)} conditions stand for parts of the instruction."
-    return json.dumps({"filter": conditions, "explanation": said})
 
 
 def _passage(query: str, instruction: str, rng: random.Random, poor: float) -> str:

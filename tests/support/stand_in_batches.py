@@ -1,7 +1,5 @@
 """The stand-in's Batch API. The log has each request of a batch as it ended, with the batch's id, and `submitted` for the batch."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -41,7 +39,6 @@ class Batches:
             web.post("/v1/batches", self._submit),
             web.get("/v1/batches", self._list),
             web.get("/v1/batches/{id}", self._describe),
-            web.post("/v1/batches/{id}/cancel", self._cancel),
         ]
 
     def _refused(self, body: dict[str, Any]) -> str | None:
@@ -93,7 +90,7 @@ class Batches:
             return None
         lines = [json.loads(line) for line in self._files[batch["input_file_id"]].splitlines()]
         model, tokens = lines[0]["body"]["model"], sum(prompt_tokens(line["body"]) for line in lines)
-        ended = ("completed", "failed", "expired", "cancelled")
+        ended = ("completed", "failed", "expired")
         others = [tokens for other, owner, tokens in self._enqueued if owner == model and other["status"] not in ended]
         self._first_batch = self._first_batch or time.monotonic()
         taken = how.enqueued_tokens if time.monotonic() - self._first_batch < how.enqueued_elsewhere_s else sum(others)
@@ -117,11 +114,6 @@ class Batches:
         batch = self._batches.get(request.match_info["id"])
         return web.json_response(batch) if batch else error_response(404, "No such batch.", "not_found")
 
-    async def _cancel(self, request: web.Request) -> web.StreamResponse:
-        batch = self._batches[request.match_info["id"]]
-        batch["status"] = "cancelling"
-        return web.json_response(batch)
-
     async def _process(self, batch: dict[str, Any]) -> None:
         how = self._behaviour
         rng = random.Random(f"{how.seed}/{batch['metadata']}")
@@ -132,13 +124,9 @@ class Batches:
             batch["status"] = "failed"
             return
         batch["status"] = "in_progress"
-        began = time.monotonic()
-        while batch["status"] != "cancelling" and time.monotonic() - began < how.batch_s:
-            await asyncio.sleep(0.02)
+        await asyncio.sleep(how.batch_s)
         await self._open.wait()
-        if batch["status"] == "cancelling":
-            done, end = len(lines) // 2, "cancelled"
-        elif how.batch_expired:
+        if how.batch_expired:
             done, end = round(len(lines) * (1 - how.batch_expired)), "expired"
         else:
             done, end = len(lines), "completed"

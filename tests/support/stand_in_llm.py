@@ -220,8 +220,7 @@ class _Server(Batches):
         if always == "bad_request" or body["model"] == how.refused_model:
             return "bad_request", error_response(400, "This request is not acceptable.", "invalid_request_error")
         response = how.completion(body, always)
-        request["usage"] = response["usage"]
-        request["usage"] = {**request["usage"], "fault": always or fault}
+        request["usage"] = {**response["usage"], "fault": always or fault}
         text = encoded(response, always == "unreadable")
         if fault == "truncated":
             return fault, web.Response(text=text[: len(text) // 2], content_type="application/json")

@@ -1,7 +1,5 @@
 """Calls to a Ray cluster by a process that has not its token."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

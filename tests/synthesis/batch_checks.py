@@ -1,7 +1,5 @@
 """Outcomes and states of batches, and runs that are killed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

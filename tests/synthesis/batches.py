@@ -1,7 +1,5 @@
 """Seeds, settings and runs of batches. Without Ray, so that processes of the tests start quickly."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

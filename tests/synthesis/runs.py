@@ -1,7 +1,5 @@
 """Seeds, settings and results of whole runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

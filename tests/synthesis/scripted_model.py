@@ -1,7 +1,5 @@
 """A model with scripted answers, and a seed to run it on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

@@ -271,7 +271,7 @@ def test_actors_of_a_killed_driver_journal_requests_in_flight_and_send_nothing_m
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("kind", ["directory", "object store"])
+@pytest.mark.parametrize("kind", [pytest.param("directory", marks=pytest.mark.slow), "object store"])
 def test_a_killed_actor_is_replaced_without_repeating_an_answered_request(
     uninterrupted: Published, seeds: Path, tmp_path: Path, kind: str
 ) -> None:

@@ -1,7 +1,5 @@
 """`infembed report`: the paper's tables and figures from published results, with the paper's own numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby

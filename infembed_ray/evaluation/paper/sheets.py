@@ -1,7 +1,5 @@
 """The tables of a report: our own, and the paper's (`published.yaml`), without errors of the print, with our results below its rows."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

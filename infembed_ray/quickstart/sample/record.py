@@ -4,8 +4,6 @@ Each seed goes through the pipeline's own steps; its completions come from the a
 this again after a change of a prompt, because the journal's keys depend on the prompts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping

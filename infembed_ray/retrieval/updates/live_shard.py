@@ -4,8 +4,6 @@ Passages put since are vectors in memory (delta), searched exactly; deleted or r
 search reads one snapshot, and `refresh` builds the next beside it, so they do not block each other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence

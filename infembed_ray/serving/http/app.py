@@ -1,7 +1,5 @@
 """The HTTP API as an ASGI application over the service of each collection. It does not depend on Ray."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

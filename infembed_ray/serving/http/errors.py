@@ -1,7 +1,5 @@
 """Errors of the HTTP API: every exception that a request can raise -> status and body in OpenAI's shape."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """ASGI middleware of the API: request ids, API keys, security headers and metrics."""
 
-from __future__ import annotations
-
 import logging
 import re
 import secrets

@@ -3,8 +3,6 @@
 Each request reads the current service of its collection once, so it is answered by one release even if another one takes over meanwhile.
 """
 
-from __future__ import annotations
-
 import asyncio
 from base64 import b64encode
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Calls of the ingress to one encoder, which all its collections share: micro-batched, retried, and with a query cache. No Ray."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Fan-out of a search to the shards of an index, and the merge of their answers. No Ray."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar

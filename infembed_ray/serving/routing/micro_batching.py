@@ -4,8 +4,6 @@ An item is sent at once while few calls are in flight; otherwise with all that a
 waited for `MAX_WAIT_S` is rejected: the wait is measured, as in CoDel (Nichols and Jacobson 2012), and never predicted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 from collections import OrderedDict

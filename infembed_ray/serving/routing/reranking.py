@@ -1,7 +1,5 @@
 """The re-ranking stage of a search: a deadline budget, and the retrieval's order when it is used up. No Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

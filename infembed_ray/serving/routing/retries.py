@@ -3,8 +3,6 @@
 Ray takes seconds to know that the replicas of a lost machine are gone; until then calls to them have no answer and no error.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar

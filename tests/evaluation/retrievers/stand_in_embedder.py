@@ -1,7 +1,5 @@
 """A stand-in for an embeddings API: an HTTP server on loopback with faults."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

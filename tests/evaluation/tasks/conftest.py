@@ -1,7 +1,5 @@
 """What tests of tasks share: a scratch directory of their own for the corpora."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tasks load by name, your own by path, and published protocols change them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A corpus is converted once and memory-mapped, and its ids are unique."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

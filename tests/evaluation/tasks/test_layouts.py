@@ -1,7 +1,5 @@
 """Collections are read from their layouts, if they are consistent."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow.parquet as pq

@@ -1,7 +1,5 @@
 """The dataset card finds files, as in `datasets.load_dataset`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

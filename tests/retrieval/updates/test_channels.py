@@ -1,7 +1,5 @@
 """Candidates of several channels in live shards, against brute force over all documents."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -99,28 +97,6 @@ def test_candidates_are_the_best_of_each_channel_with_exact_scores(
                 assert [hit.text for hit in hits] == [mine[id].text for id in ids]
                 seen |= set(ids)
         assert seen <= oracle.states[-1].keys()
-
-
-def test_requests_with_and_without_channels_share_a_call(tmp_path: Path) -> None:
-    base = [document(f"d{n}", n, text=text_of(n)) for n in range(20)]
-    facts = write_shards(tmp_path / "v1", base, 1, lexical=True)
-    (shard,) = open_live(tmp_path / "v1", facts, tmp_path / "changes")
-    vectors = unit_vectors(3, DIMENSION)
-    queries = [
-        ShardQuery(vectors[:1], 3, texts=[QUERY], depth=5),
-        ShardQuery(vectors[1:2], 3),
-        ShardQuery(vectors[2:], 3, texts=["violin"], depth=5),
-    ]
-    together = shard.search_many(queries)
-    for query, answer in zip(queries, together, strict=True):
-        (alone,) = shard.search_many([query])
-        assert isinstance(answer, ShardAnswer)
-        assert isinstance(alone, ShardAnswer)
-        for hits, expected in zip(answer.hits, alone.hits, strict=True):
-            assert [(hit.id, hit.text) for hit in hits] == [(hit.id, hit.text) for hit in expected]
-            np.testing.assert_allclose([hit.score for hit in hits], [hit.score for hit in expected], atol=1e-6)
-        if query.texts is not None:
-            np.testing.assert_allclose(answer.lexical, alone.lexical, rtol=1e-6)
 
 
 def test_words_need_a_lexical_index(tmp_path: Path) -> None:

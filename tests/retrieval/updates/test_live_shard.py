@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import shutil
 import tempfile
 import threading
@@ -108,8 +106,8 @@ def test_searches_under_puts_and_deletes_agree_with_brute_force(monkeypatch: pyt
     run_state_machine_as_test(LiveIndex, settings=settings(max_examples=15, stateful_step_count=15, deadline=None))
 
 
-def one_shard(root: Path, base: list[Put]) -> LiveShard:
-    facts = write_shards(root / "v1", base, 1)
+def one_shard(root: Path, base: list[Put], lexical: bool = False) -> LiveShard:
+    facts = write_shards(root / "v1", base, 1, lexical=lexical)
     return open_live(root / "v1", facts, root / "changes")[0]
 
 
@@ -234,7 +232,7 @@ def test_equal_scores_come_by_id_descending_from_base_and_changes_alike(tmp_path
 
 
 def test_requests_are_answered_together_as_they_are_alone(tmp_path: Path) -> None:
-    shard = one_shard(tmp_path, [document(f"d{n}", n, 2018 + n % 5) for n in range(30)])
+    shard = one_shard(tmp_path, [document(f"d{n}", n, 2018 + n % 5) for n in range(30)], lexical=True)
     log_of(tmp_path).append([document(f"d{n}", 100 + n, 2018 + n % 5) for n in range(20, 40)])
     shard.refresh()
     queries = [
@@ -250,17 +248,22 @@ def test_requests_are_answered_together_as_they_are_alone(tmp_path: Path) -> Non
             ]
         )
     ]
+    queries += [ShardQuery(unit_vectors(1, DIMENSION, 9 + n), 3, texts=[f"d1 of {n}"], depth=5) for n in range(2)]
     calls: list[int] = []
     search_rows = shard.base.search_rows
     shard.base.search_rows = lambda vectors, k, keep: (calls.append(len(vectors)), search_rows(vectors, k, keep))[1]  # type: ignore[assignment, method-assign, func-returns-value]
     answers = shard.search_many(queries)
-    assert calls == [4, 3, 1]  # same k and filter: one call
+    assert calls == [4, 3, 1, 2]  # same k, filter and channels: one call
     for query, answer in zip(queries, answers, strict=True):
         (alone,) = shard.search_many([query])
         assert not isinstance(alone, Exception)
         assert not isinstance(answer, Exception)
         assert len(answer.hits) == len(query.vectors)
-        assert answer.hits == alone.hits
+        for hits, expected in zip(answer.hits, alone.hits, strict=True):
+            assert [(hit.id, hit.text) for hit in hits] == [(hit.id, hit.text) for hit in expected]
+            np.testing.assert_allclose([hit.score for hit in hits], [hit.score for hit in expected], atol=1e-6)
+        assert (answer.lexical is None) == (query.texts is None)
+        np.testing.assert_allclose(answer.lexical or [], alone.lexical or [], rtol=1e-6)
         assert answer.sequence == 1
 
 

@@ -1,7 +1,5 @@
 """How a live shard takes up changes: polling, in pieces, up to a sequence, and when one is damaged or missing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

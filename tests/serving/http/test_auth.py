@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -216,6 +214,3 @@ def test_keys_have_the_scopes_rate_and_collections_of_their_line(
         ({"read"}, None, {"index"}),
         ({"read", "write", "admin"}, None, None),
     ]
-
-
-# ------------------------------------------------------------------------------------------------------ loopback

@@ -1,7 +1,5 @@
 """The OpenAPI document, the page made from it, and requests generated from it (schemathesis)."""
 
-from __future__ import annotations
-
 import html
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """A release over real shards in this process, with an encoder that draws vectors from the texts."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from collections.abc import Callable, Coroutine

@@ -1,7 +1,5 @@
 """The query cache against an encoder that draws vectors from the texts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 

@@ -1,7 +1,5 @@
 """Searches over many shards against brute force."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from collections import Counter

@@ -1,7 +1,5 @@
 """The re-ranking stage over a reranker that is too slow, full, lost or broken."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

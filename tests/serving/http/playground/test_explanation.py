@@ -1,7 +1,5 @@
 """Why a passage is there, in a real browser against the real API."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The files of the playground over HTTP."""
 
-from __future__ import annotations
-
 import re
 from importlib import resources
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The form of the playground, its address and its errors, in a real browser against the real API."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The rankings of the playground, in a real browser against the real API over a small search."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

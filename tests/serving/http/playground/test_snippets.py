@@ -1,7 +1,5 @@
 """The requests that the playground copies."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
