@@ -247,5 +247,5 @@ def _planned(encoder: InstructionEncoder, recompute: bool) -> float:
         backbone = type(encoder.backbone)(copy.deepcopy(encoder.backbone.config))  # counting changes its attention
     if adapters.has(encoder.backbones):
         adapters.add([backbone], Lora(dropout=0.0))
-    bytes_of = saved_bytes(encoder_of(backbone), encoder.dtype)
+    bytes_of = saved_bytes(encoder_of(backbone), encoder.dtype, encoder.compiles_on(encoder.device))
     return bytes_of.checkpointed if recompute else bytes_of.token

@@ -133,7 +133,7 @@ CASES: dict[str, Case] = {
     ),
     "peers-1.5b": Case(".peers", "peers", 75, "the same in 1.5B", "1.5B", (*_ZERO, "sentence_transformers")),
     "step-3b": Case(".steps", "step", 43, "full training step at the paper's lengths", "3B"),
-    "step-7b-lora": Case(".steps", "lora", 45, "LoRA training step at the paper's lengths", "7B", ("peft",)),
+    "step-7b-lora": Case(".steps", "lora", 120, "LoRA training step at the paper's lengths", "7B", ("peft",)),
     "train": Case(".train", "train", 40, "the training loop as it runs, from texts", "0.5B", (*_ZERO, "ir_measures")),
     "trees": Case(".attention", "trees", 65, "prefix trees with FlexAttention and dense masks against pairwise texts"),
     "zero-2": Case(

@@ -113,5 +113,6 @@ def _planned(settings: TrainSettings, slots: int, context: Context) -> float:
     """Return the planner's bytes of the tensors on the GPU at the peak of a step."""
     encoder = steps.encoder_of(measure.backbone_of(SIZE, Context("meta", context.tiny), torch.float32))
     weights = ModelSize.of(encoder, settings)
-    held = saved_bytes(encoder, torch.bfloat16).held(slots, checkpointing=False)
+    compiled = settings.zero_stage < 3 and encoder.compiles_on(torch.device(context.device))
+    held = saved_bytes(encoder, torch.bfloat16, compiled).held(slots, checkpointing=False)
     return step_memory(weights, held, 1, deepspeed_config(settings)).total

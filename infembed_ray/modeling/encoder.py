@@ -270,10 +270,14 @@ class InstructionEncoder(nn.Module):
         able = self.causal and self.one_backbone and not self._drops
         return able and prefix_tree.obstacle(self.backbone, longest) is None
 
-    def compile_layers(self) -> None:
-        """Compile the layers of a backbone that trains on prefix trees on a GPU; else do nothing."""
+    def compiles_on(self, device: torch.device) -> bool:
+        """Return whether the layers of the backbone are compiled for a training on a device: on prefix trees on a GPU."""
         quantized = getattr(self.backbone.config, "quantization_config", None) is not None
-        if flex_pays(self.device) and self._reads_trees and not quantized:
+        return flex_pays(device) and self._reads_trees and not quantized
+
+    def compile_layers(self) -> None:
+        """Compile the layers of the backbone if that pays on its device."""
+        if self.compiles_on(self.device):
             compile_layers(self.backbone)
 
     def _shares_prefixes(self, side: Side, sequences: Sequence[Tokens]) -> bool:

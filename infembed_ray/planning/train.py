@@ -25,7 +25,6 @@ from infembed_ray.config.planning import PlanTrainSettings
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Layout
 from infembed_ray.modeling.tokenizer import Side
 from infembed_ray.planning.backbones import VOCABULARY, load
 from infembed_ray.planning.memory import (
@@ -163,7 +162,7 @@ def measured_mfu(parameters: float, tokens: float) -> tuple[float, str]:
     like = min(measured["models"], key=lambda model: abs(math.log(1e9 * model["parameters"] / parameters)))
     (few, low), (many, high) = like["steps"]
     share = (1 / min(tokens, many) - 1 / many) / (1 / few - 1 / many)
-    source = f"measured: {like['name']}, {measured['device']}, {measured['date']}, commit {measured['commit']}"
+    source = f"measured: {like['name']}, {measured['device']}, {like['date']}, commit {like['commit']}"
     return 1 / ((1 - share) / high + share / low), source
 
 
@@ -180,7 +179,9 @@ def _step(
     dtype = dtype_of(settings)
     work = step_work(settings, encoder, torch.device("cuda" if cuda else "cpu"), dtype, records, number)
     size = ModelSize.of(encoder, settings)
-    return work, size, tensor_memory(settings, size, saved_bytes(encoder, dtype), work.graph_slots, work.passes)
+    compiled = settings.zero_stage < 3 and encoder.train().compiles_on(torch.device("cuda" if cuda else "cpu"))
+    saved = saved_bytes(encoder, dtype, compiled)
+    return work, size, tensor_memory(settings, size, saved, work.graph_slots, work.passes)
 
 
 def dtype_of(settings: TrainSettings) -> torch.dtype:
@@ -224,14 +225,14 @@ def step_work(
     slots = [[layout.input_ids.numel() for layout in of_batch] for of_batch in passes]
     work = {side: BackboneFlops.count(encoder.backbone_of(side), encoder.causal) for side in get_args(Side)}
     flops = fmean(
-        sum(_tokens(p) * work[p.side].token + float(work[p.side].pairs(p)) * work[p.side].pair for p in of_batch)
+        sum(p.size * work[p.side].token + float(work[p.side].pairs(p)) * work[p.side].pair for p in of_batch)
         for of_batch in passes
     )
     return StepWork(
         queries=fmean(len(batch.queries) for batch in batches),
         passages=fmean(len(batch.passages) for batch in batches),
         slots=fmean(map(sum, slots)),
-        tokens=fmean(sum(map(_tokens, of_batch)) for of_batch in passes),
+        tokens=fmean(sum(p.size for p in of_batch) for of_batch in passes),
         graph_slots=max(map(max if settings.grad_cache_tokens else sum, slots)),
         passes=fmean(map(len, slots)),
         flops=flops,
@@ -257,11 +258,6 @@ def _batches(
             iq_negatives=settings.iq_negatives,
             seed=str(n),
         )
-
-
-def _tokens(layout: Layout) -> int:
-    """Tokens of a layout; a shared prefix counts once."""
-    return layout.input_ids.numel() if layout.attention_mask is None else layout.tokens.numel()
 
 
 def synthetic(settings: PlanTrainSettings, encoder: InstructionEncoder) -> list[Record]:

@@ -42,7 +42,7 @@ def small():
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("stage", "gib"), [(1, (70, 58)), (2, (41, 32)), (3, (35, 23))])
+@pytest.mark.parametrize(("stage", "gib"), [(1, (68, 58)), (2, (40, 32)), (3, (38, 24))])
 def test_memory_of_the_table_in_the_guide(stage, gib):
     """GiB without and with checkpointing on one node, docs/guides/plan.md."""
     both = [made(**SEVEN_B, zero_stage=stage, activation_checkpointing=again) for again in (False, True)]
@@ -82,7 +82,10 @@ def test_mfu_is_the_measured_one_of_the_nearest_size_and_its_largest_step_at_mos
     measured = yaml.safe_load((Path(train.__file__).parent / "mfu.yaml").read_text())
     found, source = train.measured_mfu(parameters, tokens)
     assert found == pytest.approx(measured["models"][row]["steps"][step][1])
-    assert all(part in source for part in (measured["models"][row]["name"], measured["device"], measured["commit"]))
+    assert all(
+        part in source
+        for part in (measured["models"][row]["name"], measured["device"], measured["models"][row]["commit"])
+    )
 
 
 def test_between_measured_steps_the_time_is_linear_in_the_tokens():
