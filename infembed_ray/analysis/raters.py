@@ -97,7 +97,8 @@ def ask(rating: Rating, settings: AnalyzeSettings) -> dict[str, dict[str, str]]:
         InputError: endpoints that refuse or do not answer, a used-up budget, or a rater with too many items without an answer.
     """
     try:
-        rated, reasons = run_in_thread(_ask_all(rating, settings))
+        with budget.held(settings.agreement.limits, rating.journal):
+            rated, reasons = run_in_thread(_ask_all(rating, settings))
     except RunFailure as failure:
         raise InputError(f"{failure}; nothing is published; the same command resumes") from failure
     for reason, times in reasons.most_common(PRINTED):

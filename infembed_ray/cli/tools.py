@@ -77,7 +77,7 @@ TOOLS = {
     ),
     "journal": Tool(
         "check a journal of LLM responses, or reconcile its budget",
-        "llm.journal_tools:run",
+        "llm.budget:run",
         (
             _argument("action", choices=("stats", "reconcile")),
             _argument("journal", metavar="DIR", help="directory of the journal"),

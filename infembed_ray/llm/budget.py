@@ -2,23 +2,43 @@
 
 `unjournaled.json` beside the segments holds what the answers do not show. `usd`: spent on answers that never arrived. While
 a run is active, and after a kill, instead `at_most_usd`: the most that may have been spent in all, grants included.
+
+`infembed journal` reads line by line, also beside processes that append; memory holds the keys.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from infembed_ray.config.llm import Limits
 from infembed_ray.errors import InputError
-from infembed_ray.llm.journal import decode, segments, short
-from infembed_ray.llm.journal_store import sources
+from infembed_ray.llm.journal import decode, has_writer, segments, short
+from infembed_ray.llm.journal_store import COPIES, copy_objects, directory_of, sources, upload_leftovers
 from infembed_ray.llm.ledger import Ledger
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.progress import say
+from infembed_ray.progress import counted, say
+from infembed_ray.storage.leases import lease
+from infembed_ray.storage.object_store import Folder
 from infembed_ray.storage.places import Place, read_json, write_json
+from infembed_ray.storage.steps import open_place
 
 UNJOURNALED = "unjournaled.json"
+SHOWN = 20
+"""Most damaged lines that `infembed journal stats` names."""
+
+
+def held(limits: Limits, journal: Place) -> AbstractContextManager[object]:
+    """Hold the lease on a journal's budget, if there is one: two runs on one journal would each spend all of it.
+
+    Raises:
+        InputError: another run spends it.
+    """
+    return nullcontext() if limits.budget_usd is None else lease(journal, "budget", "journal", journal)
 
 
 def ledger(limits: Limits, spent_usd: float, journal: Place) -> Ledger:
@@ -47,6 +67,8 @@ def resume(journal: Place, table: PriceTable) -> float:
     Raises:
         InputError: the journal holds answers of a model whose price is unknown.
     """
+    for leftover in journal.glob(f"{UNJOURNALED}.*.partial") if isinstance(journal, Path) else ():
+        leftover.unlink(missing_ok=True)  # of a killed run; the lease admits one run at a time
     usd = spent_usd(journal, table)
     if "at_most_usd" in _read_note(journal):
         unanswered_usd = usd - _journaled_usd(journal, table)
@@ -68,11 +90,7 @@ def reconcile(journal: Place) -> str:
 
 
 def note_unjournaled(journal: Place, table: PriceTable, committed_usd: float) -> None:
-    """Note what was or may have been spent on answers that never arrived, once a run with a budget has ended.
-
-    Args:
-        committed_usd: of the ledger; a process that was killed counts all that it was granted.
-    """
+    """Note what was or may have been spent on answers that never arrived, once a run that committed this much has ended."""
     _write_note(journal, {"usd": max(0.0, committed_usd - _journaled_usd(journal, table))})
 
 
@@ -81,7 +99,7 @@ def _read_note(journal: Place) -> dict[str, Any]:
 
 
 def _write_note(journal: Place, note: dict[str, Any]) -> None:
-    write_json(journal / UNJOURNALED, note)
+    write_json(journal / UNJOURNALED, note, shared=True)
 
 
 def _journaled_usd(journal: Place, table: PriceTable) -> float:
@@ -95,10 +113,95 @@ def _journaled_usd(journal: Place, table: PriceTable) -> float:
                 seen.add(short(entry[0]))
                 model = json.loads(line)["model"]
                 usd = table.usd(model, entry[1])
-                if usd is None:
+                if usd is None and table.price(model) is None:
                     raise InputError(
                         f"journal={journal}: it holds answers of {model}, whose price is unknown, so what is left of "
                         "limits.budget_usd is unknown; give its prices in a file and set prices=FILE"
                     )
-                spent += usd
+                spent += usd or 0.0  # tokens that were not counted are in the note, at their worst case
     return spent
+
+
+@dataclass
+class JournalStats:
+    """Contents of a journal. Tokens and calls leave out duplicates."""
+
+    segments: int = 0
+    size: int = 0
+    """In bytes."""
+    entries: int = 0
+    duplicates: int = 0
+    """Lines whose key occurs in an earlier line, which counts instead."""
+    torn: int = 0
+    """Segments whose last line has no end: cut short by a crash, or being written."""
+    damaged: list[str] = field(default_factory=list)
+    """`FILE:LINE` of every damaged line."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """By the model's name at the endpoint, as are the tokens."""
+    prompt_tokens: Counter[str] = field(default_factory=Counter)
+    completion_tokens: Counter[str] = field(default_factory=Counter)
+
+
+def scan(journal: Path) -> JournalStats:
+    """Read all of a journal, a directory or a file."""
+    stats, seen = JournalStats(), set[int]()
+    for path in segments([journal]):
+        stats.segments += 1
+        with path.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                stats.size += len(line)
+                entry = decode(line)
+                if not line.endswith(b"\n"):
+                    stats.torn += 1
+                elif entry is None:
+                    stats.damaged.append(f"{path}:{number}")
+                elif short(entry[0]) in seen:
+                    stats.duplicates += 1
+                else:
+                    seen.add(short(entry[0]))
+                    stats.entries += 1
+                    stats.calls[entry[1].model] += 1
+                    stats.prompt_tokens[entry[1].model] += entry[1].prompt_tokens
+                    stats.completion_tokens[entry[1].model] += entry[1].completion_tokens
+    return stats
+
+
+def run(action: str, journal: str) -> int:
+    """Run `infembed journal ACTION DIR`; return the exit status.
+
+    Raises:
+        InputError: there is no such journal, or it cannot be read or written.
+    """
+    try:
+        place = open_place(journal, "DIR")
+        if isinstance(place, Path) and not place.is_dir():
+            raise InputError.of("DIR", journal, "no such directory", "give a journal's")
+        if isinstance(place, Folder):
+            upload_leftovers(place)
+        return _stats(place) if action == "stats" else _reconcile(place)
+    except OSError as error:
+        raise InputError(f"{error.filename or journal}: {error.strerror}; correct that and run it again") from error
+
+
+def _stats(journal: Place) -> int:
+    """Show what a journal holds, except what is being written to one in an object store."""
+    stats = scan(journal if isinstance(journal, Path) else copy_objects(journal) / COPIES)
+    say(f"{counted(stats.entries, 'entry', 'entries')}, {stats.size} bytes in {counted(stats.segments, 'segment')}")
+    for model, calls in stats.calls.most_common():
+        tokens = f"{stats.prompt_tokens[model]} prompt + {stats.completion_tokens[model]} completion tokens"
+        say(f"  {model}: {counted(calls, 'completion')}, {tokens}")
+    torn, damaged = counted(stats.torn, "torn tail"), counted(len(stats.damaged), "damaged line")
+    say(f"{counted(stats.duplicates, 'duplicate')}, {torn}, {damaged}")
+    for place in stats.damaged[:SHOWN]:
+        say(f"{place}: damaged; its request would be sent again")
+    if len(stats.damaged) > SHOWN:
+        say(f"and {len(stats.damaged) - SHOWN} more")
+    return 1 if stats.damaged else 0
+
+
+def _reconcile(journal: Place) -> int:
+    directory = journal if isinstance(journal, Path) else directory_of(journal)
+    if any(map(has_writer, segments([directory]))):
+        raise InputError.of("DIR", journal, "a run writes to it", "wait until it has ended")
+    say(f"{journal}: counted as spent until now: {reconcile(journal)}; from now on only its answers")
+    return 0

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from infembed_ray.config.llm import Endpoint
-from infembed_ray.llm.chat import CAP, Request, RunFailure
+from infembed_ray.llm.chat import CAP, Completion, Request, RunFailure
 from infembed_ray.llm.endpoint import OPENAI, Unanswered
 
 TOLERATED = 0.1
@@ -66,11 +66,9 @@ class Dialect:
         return request.sent if body == request.body else json.dumps(body, ensure_ascii=False).encode()
 
     def learn(self, request: Request, sent: bytes, error: bytes) -> str | None:
-        """Learn from an error that names a sent parameter.
+        """Learn from an error that names a sent parameter; return what changed, for the user.
 
-        Returns:
-            What changed, for the user; "" if another request has learned it meanwhile; None if the error names no parameter,
-            or there is no other form of it.
+        "" if another request has learned it meanwhile; None if the error names no parameter, or there is no other form of it.
         """
         if sent != self.encoded(request):
             return ""
@@ -117,12 +115,17 @@ class Lane:
 
     Args:
         slots: most requests in flight.
+        careful: begin with one, and add one for each answer (slow start), because nothing is known of the answers yet.
     """
 
-    def __init__(self, endpoint: Endpoint, slots: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, endpoint: Endpoint, slots: int, clock: Callable[[], float] = time.monotonic, careful: bool = False
+    ) -> None:
         self.dialect = Dialect(endpoint)
-        self.limit = slots
+        self.limit = 1 if careful else slots
         """Current limit of the requests in flight (additive increase, multiplicative decrease by the share of 429s)."""
+        self.added = self.longest = 0
+        """Tokens that the endpoint adds to prompts, and that an answer has whatever its cap, as far as answers showed it."""
         self.in_flight = 0
         self.answered_steps: set[str] = set()
         """Steps whose parameters the model has taken."""
@@ -132,7 +135,7 @@ class Lane:
         """Why the last request was not answered."""
         self.noted = -math.inf
         """Time of `note`."""
-        self._slots, self._clock = slots, clock
+        self._slots, self._clock, self._starting = slots, clock, careful
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._settled = self._limited = 0
         self._adapted = (clock(), 0, 0)  # time of the last adaptation; 429s and requests sent until then
@@ -140,6 +143,16 @@ class Lane:
     def note(self, fault: Unanswered | RunFailure | None) -> None:
         """Note why a request was not answered now; None: it was answered."""
         self.noted, self.fault = self._clock(), fault
+        self._starting = self._starting and self.limit < self._slots
+        self.limit += self._starting and fault is None
+
+    def exceeded(self, request: Request, completion: Completion) -> bool:
+        """Learn from an answer; return whether it exceeds its cap."""
+        self.added = max(self.added, completion.prompt_tokens - request.most_prompt_tokens)
+        exceeds = completion.completion_tokens > request.parameters.get(CAP, math.inf)
+        if exceeds:
+            self.longest = max(self.longest, 2 * completion.completion_tokens)
+        return exceeds
 
     @property
     def full(self) -> bool:
@@ -173,6 +186,7 @@ class Lane:
             return
         self._adapted = (now, self._limited, sent)
         if self._limited - limited_then > TOLERATED * (sent - sent_then):
+            self._starting = False
             self.limit = max(1, math.floor(DECREASE * self.limit))
-        else:
+        elif not self._starting:
             self.limit = min(self._slots, self.limit + math.ceil(INCREASE * self._slots))

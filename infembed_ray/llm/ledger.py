@@ -40,23 +40,22 @@ LONGEST_INTERVAL_S = 0.5
 NOTED_AHEAD = 0.01
 """Share of the budget that is noted as granted ahead of time, since each note waits for the disk."""
 
-_MESSAGE_TOKENS = 64  # a message's role, separators and chat-template tokens
 
-
-def worst_case(request: Request, table: PriceTable) -> Amounts:
-    """Return the most that a chat request can use: a text has at most as many tokens as UTF-8 bytes."""
-    prompt = sum(len(message["content"].encode()) + _MESSAGE_TOKENS for message in request.messages)
-    prompt += len(str(request.parameters.get("response_format", "")).encode())
-    answer = request.parameters.get("max_completion_tokens", 0)
+def worst_case(request: Request, table: PriceTable, added: int = 0, longest: int = 0) -> Amounts:
+    """Return the most that a chat request can use, with `added` tokens of its prompt and a `longest` answer, whatever its cap."""
+    prompt, answer = (
+        request.most_prompt_tokens + added,
+        max(longest, request.parameters.get("max_completion_tokens", 0)),
+    )
     usd = table.usd(request.model, Completion("", "", "", prompt, answer))
     return {REQUESTS: 1, TOKENS: prompt + answer, USD: math.inf if usd is None else usd}
 
 
 def used_by(request: Request, completion: Completion, table: PriceTable) -> Amounts | None:
     """Return what an answered request used; None if the endpoint does not count tokens."""
-    tokens = completion.prompt_tokens + completion.completion_tokens
-    if not tokens:
+    if not completion.prompt_tokens:
         return None
+    tokens = completion.prompt_tokens + completion.completion_tokens
     return {REQUESTS: 1, TOKENS: tokens, USD: table.usd(request.model, completion) or 0.0}
 
 
@@ -281,7 +280,6 @@ class RateLimiter:
         slots: most requests in flight of this process.
         exchange: sends a report to the ledger.
         interval_s: seconds between two reports; None: short enough that the process holds little unused.
-        clock: of the process.
     """
 
     def __init__(
@@ -316,12 +314,13 @@ class RateLimiter:
         self._renewing: asyncio.Task[None] | None = None
         self._wake, self._stopped, self._exchanging = asyncio.Event(), asyncio.Event(), asyncio.Lock()
 
-    async def enter(self, cost: Amounts) -> None:
-        """Wait until a request with this worst case may be sent. The caller must `settle` it afterwards.
+    @property
+    def has_budget(self) -> bool:
+        """Whether USD are limited."""
+        return USD in self._names
 
-        Raises:
-            RunFailure: nothing may be sent any more.
-        """
+    async def enter(self, cost: Amounts) -> None:
+        """Wait until a request with this worst case may be sent, to be `settle`d afterwards; RunFailure if nothing may be sent."""
         if self._waiting or not self._reserve(cost):
             begun = asyncio.get_running_loop().create_future()
             self.start(cost, begun.set_result)
@@ -344,7 +343,7 @@ class RateLimiter:
             bucket = self._settled.setdefault(math.ceil(arrived / self._quantum_s), self._nothing())
             for name in self._names:
                 bucket[name] += used[name]
-                self._unused[name] += cost[name] - used[name]
+                self._unused[name] += max(0.0, cost[name] - used[name])
                 self._reserved[name] -= cost[name]
         if not self._in_flight:
             self._reserved = self._nothing()  # clears rounding errors

@@ -60,9 +60,9 @@ def replacing(path: Path, shared: bool = False) -> Iterator[IO[bytes]]:
     sync_directory(path.parent)
 
 
-def replace_json(path: Path, value: Any) -> None:
-    """Replace a file atomically by indented JSON."""
-    with replacing(path) as stream:
+def replace_json(path: Path, value: Any, shared: bool = False) -> None:
+    """Replace a file atomically by indented JSON; `shared` as for `replacing`."""
+    with replacing(path, shared) as stream:
         stream.write(json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
 
 

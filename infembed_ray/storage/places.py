@@ -50,13 +50,13 @@ def read_json(file: Place) -> Any:
     return None if text is None else json.loads(text)
 
 
-def write_json(file: Place, value: Any) -> None:
-    """Replace a small JSON file, atomically."""
+def write_json(file: Place, value: Any, shared: bool = False) -> None:
+    """Replace a small JSON file, atomically; `shared` as for `durable.replacing`."""
     if isinstance(file, Folder):
         file.parent.write(file.name, json.dumps(value))
         return
     with delivering(file) as path:
-        durable.replace_json(path, value)
+        durable.replace_json(path, value, shared)
 
 
 def delete(file: Place) -> None:

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import pytest
 
-from infembed_ray.llm import budget, journal_store, journal_tools
+from infembed_ray.llm import budget, journal_store
 from infembed_ray.llm.journal import Journal, lock_ended, segments
 from infembed_ray.llm.journal_store import (
     COPIES,
@@ -176,9 +176,9 @@ def test_the_tools_work_on_a_journal_in_an_object_store(
         append(journal, f"a {partition}", f"b {partition}")
         journal.close()
     move_to_node("second", tmp_path, monkeypatch)
-    assert journal_tools.run("stats", folder.uri) == 0
+    assert budget.run("stats", folder.uri) == 0
     assert "4 entries" in capsys.readouterr().out
-    assert journal_tools.run("reconcile", folder.uri) == 0
+    assert budget.run("reconcile", folder.uri) == 0
 
 
 def test_a_journal_in_an_object_store_can_be_replayed_by_its_uri(folder: Folder, tmp_path: Path) -> None:

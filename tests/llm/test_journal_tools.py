@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from infembed_ray.cli import main as cli
+from infembed_ray.llm.budget import scan
 from infembed_ray.llm.journal import encode
-from infembed_ray.llm.journal_tools import scan
 from tests.llm.test_journal import write
 from tests.support.chat import completion, request
 

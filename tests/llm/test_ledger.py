@@ -328,3 +328,21 @@ def test_a_failed_note_is_written_by_the_next_exchange() -> None:
         ledger.exchange(wants(3.0))
     ledger.exchange(report(held={USD: 3.0}))
     assert noted[1] >= 4.0
+
+
+def test_an_answer_above_its_worst_case_leaves_less_for_every_process() -> None:
+    limits = Limits(budget_usd=1.0)
+    ledger, sent = Ledger(limits), []
+    first, second = (RateLimiter(limits, 8, lambda report: None) for _ in range(2))
+
+    def report(*limiters: RateLimiter) -> None:
+        for limiter in limiters:
+            limiter.accept(ledger.exchange(limiter.end_period()))
+
+    first.start({USD: 0.4}, sent.append)
+    report(first)
+    first.settle({USD: 0.4}, {USD: 0.9}, 0.0)
+    second.start({USD: 0.2}, sent.append)
+    report(first, second, first, second)
+    assert sent == [True, False]
+    assert ledger.committed_usd == pytest.approx(0.9)
