@@ -1,5 +1,9 @@
 """Remote embedders against a server on loopback that counts what it embeds."""
 
+import math
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -87,3 +91,28 @@ def test_what_cannot_be_embedded_is_an_error_that_names_the_model(server, monkey
         encoder(server, model=model).encode_passages(PASSAGES[:4])
     (failure,) = refused.value.faults
     assert (failure.setting, failure.value) == ("model", model)
+
+
+ORDERED = [([0, 1, 2], "abc"), ([2, 0, 1], "bca"), ([None] * 3, "abc"), ([None, 1, 2], "abc"), ([1, 2, None], "cab")]
+UNORDERED = [[0, 0, 1], [0, 0, 0], [0, 1, 3], [1, 2, 3], [-1, 0, 1], [None, 0, 0], ["0", "1", "2"]]
+
+
+@pytest.mark.parametrize(("indexes", "order"), [*ORDERED, *((indexes, "") for indexes in UNORDERED)])
+def test_embeddings_are_ordered_by_their_indexes_or_refused(indexes, order):
+    """Gemini leaves out an index of 0."""
+    entries = [SimpleNamespace(embedding=[ord("abc"[at])], index=index) for at, index in enumerate(indexes)]
+    with nullcontext() if order else pytest.raises(ValueError, match="the indexes of 3 embeddings are"):
+        assert api.in_order(entries, 3) == [[ord(each)] for each in order]
+
+
+@pytest.mark.parametrize("embedding", [[], [None], ["a"], [[1.0]], "AAAA"])
+def test_an_embedding_that_is_no_list_of_numbers_is_refused(embedding):
+    with pytest.raises(ValueError, match="no list of numbers"):
+        api.in_order([SimpleNamespace(embedding=embedding)], 1)
+
+
+@pytest.mark.parametrize("vector", [[0.0, 0.0], [math.inf, 1.0], [math.nan, 0.0], [1e39, 1.0]])
+def test_zero_and_non_finite_embeddings_are_refused(server, monkeypatch, vector):
+    monkeypatch.setattr(stand_in_embedder, "embedding", lambda text: vector)
+    with pytest.raises(InputError, match="is not finite, or zero"):
+        encoder(server).encode_passages(["bread"])

@@ -155,10 +155,7 @@ def test_the_identity_of_a_hub_model_includes_its_current_commit(tmp_path, monke
             {"model": "a/b", "pair": "{query} {passage}"},
             r"models\.x: pair is a setting of kind seq2seq or causal, not of encoder; drop it",
         ),
-        (
-            {"baseline": "bm25", "dtype": "float16"},
-            r"models\.x: dtype is a setting of kind encoder or",
-        ),
+        ({"baseline": "bm25", "dtype": "float16"}, r"models\.x: dtype is a setting of kind encoder or"),
         ({"model": "a/b", "plain_query": "{query}"}, "give instructed_query and plain_query both, or neither"),
         ({"baseline": "bm25", "plain_query": "{query} {instruction}"}, r"plain_query=.*: write it with \{query\}"),
         ({"baseline": "e5-base-v2", "passage": "passage: "}, r"passage=passage: : write it with \{passage\}"),
