@@ -15,8 +15,7 @@ from infembed_ray.config.base import Settings
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.config.verbs import MAINTENANCE, PLANS, VERBS
 from infembed_ray.errors import InputError, in_one_line
-from infembed_ray.llm.endpoint import Route, one_line
-from infembed_ray.llm.transport import Transport
+from infembed_ray.llm.endpoint import Route, Transport, one_line
 from infembed_ray.progress import say
 from infembed_ray.redaction import holds_credentials, masked
 from infembed_ray.storage import provenance

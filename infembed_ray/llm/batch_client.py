@@ -19,7 +19,7 @@ from openai.types import Batch
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import pause_s
-from infembed_ray.llm.endpoint import api_key, one_line
+from infembed_ray.llm.endpoint import api_key, error_message, one_line, proxy_of, with_proxy
 
 T = TypeVar("T")
 
@@ -33,16 +33,11 @@ class QuotaExceeded(Exception):
 
 
 class BatchClient:
-    """Files and batches of one endpoint.
-
-    Raises:
-        RunFailure: the key is not set. The methods raise it if the endpoint refuses the key, has no Batch API, refuses the
-            call, or gives no answer after all retries.
-    """
+    """Files and batches of one endpoint; RunFailure if it refuses the key or a call, or gives no answer after all retries."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._client = openai_client(endpoint)
+        self._client, self._where = openai_client(endpoint), with_proxy(endpoint.base_url)
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -60,15 +55,12 @@ class BatchClient:
         return await self._retry("takes no file", attempt)
 
     async def submit(self, file_id: str, tag: str, doubtful: bool) -> str:
-        """Submit an uploaded file as a batch; return the batch's id.
+        """Submit an uploaded file as a batch; return the batch's id. QuotaExceeded if the quota of enqueued tokens is used up.
 
         Args:
             tag: stored in the batch's metadata.
             doubtful: an earlier submission may have succeeded. Then, and after any doubt that arises here, search for the
                 tag first, and submit only if there is no such batch.
-
-        Raises:
-            QuotaExceeded: the endpoint refuses it because of its quota of enqueued tokens.
         """
 
         async def attempt() -> str:
@@ -105,7 +97,8 @@ class BatchClient:
             try:
                 return await attempt()
             except openai.APIStatusError as error:
-                reason = f"HTTP {error.status_code}: {one_line(error.response.text)}"
+                body = error.response.content.replace((api_key(self._endpoint) or "\0").encode(), b"***")
+                reason = f"HTTP {error.status_code}: {error_message(body)[0]}"
                 if error.code == EXCEEDED:
                     raise QuotaExceeded(reason) from error
                 if error.status_code not in (408, 429) and error.status_code < 500:
@@ -115,10 +108,10 @@ class BatchClient:
             if time.monotonic() > ends:
                 break
             await asyncio.sleep(pause_s(number, 0.0))
-        raise RunFailure(f"endpoint.base_url={self._endpoint.base_url}: {trouble} ({reason}); the same command resumes")
+        raise RunFailure(f"endpoint.base_url={self._where}: {trouble} ({reason}); the same command resumes")
 
     def _refusal(self, status: int, said: str) -> str:
-        url = self._endpoint.base_url
+        url = self._where
         if status in (401, 403):
             return f"endpoint.api_key_env={self._endpoint.api_key_env}: {url} refuses its key ({said}); set a valid one"
         if status in (404, 405):
@@ -131,10 +124,11 @@ def openai_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
     key = api_key(endpoint)
     # Not from the environment: all requests go to one account.
     headers: dict[str, Any] = {"OpenAI-Organization": openai.Omit(), "OpenAI-Project": openai.Omit()}
-    without_key = openai.DefaultAsyncHttpxClient(event_hooks={"request": [_remove_key]}) if key is None else None
+    direct = {"http://": None, "https://": None} if proxy_of(endpoint.base_url) is None else None
+    hooks = {"request": [] if key else [_remove_key]}
     options: dict[str, Any] = {
         "api_key": key or "none",  # the client insists on one
-        "http_client": without_key,
+        "http_client": openai.DefaultAsyncHttpxClient(event_hooks=hooks, mounts=direct),
         "timeout": endpoint.timeout_s,
         "max_retries": 0,  # a submission must not be repeated blindly
         "default_headers": headers,

@@ -21,11 +21,22 @@ CAP = "max_completion_tokens"
 PROBE = "probe"
 """Step of a short question that shows whether an endpoint answers."""
 
+_MESSAGE_TOKENS = 64  # a message's role, separators and chat-template tokens
 _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, check_circular=False)
 _CAPPED = re.compile(rb'\{"%b": \d+, ' % CAP.encode())
-_CUT_OFF = {"length", "max_tokens", "max_output_tokens", "max_completion_tokens", "model_length", "token_limit"}
-_FILTERED = {"content_filter", "content_filtered", "safety", "image_safety", "recitation", "blocklist", "spii"}
-_FILTERED |= {"prohibited_content", "refusal", "sensitive", "guardrail_intervened"}
+# Finish reasons in the words of all providers, in lower case and letters only.
+_ENDED = "stop stopsequence stopstringfound endturn endofturn endoftext eot eotid eos eostoken eosfound complete completed finish finished"
+_CUT_OFF = (
+    "length maxlength lengthlimit maxtokens maxnewtokens maxoutputtokens maxcompletiontokens modellength tokenlimit"
+)
+_FILTERED = (
+    "contentfilter contentfiltered safety imagesafety recitation blocklist spii prohibitedcontent refusal sensitive"
+)
+_END_OF = {
+    **dict.fromkeys(["", UNREADABLE, *_ENDED.split()], "ended"),
+    **dict.fromkeys([*_CUT_OFF.split(), "maxtokensreached", "maxpredictedtokensreached"], "cut off"),
+    **dict.fromkeys([*_FILTERED.split(), "guardrailintervened", "errortoxic"], "refused"),
+}
 
 _BEGIN = r"(?:<(?:seed:)?(?:think|thinking|thought|reasoning)>|\[THINK\]|◁think▷)"
 _END = _BEGIN.replace("<(", "</(").replace(r"\[", r"\[/").replace("◁", "◁/")
@@ -52,12 +63,7 @@ class Unusable(RowFailure):
 
 
 class Malformed(Unusable):
-    """An answer is not in the requested format; asking again may help.
-
-    Args:
-        wanted: what the answer lacks.
-        text: the answer.
-    """
+    """An answer lacks what was asked for (`wanted`); asking again may help."""
 
     def __init__(self, wanted: str, text: str) -> None:
         self.fault = f"no `{wanted}` in {_shortened(text)!r}"
@@ -98,6 +104,12 @@ class Request:
     def sent(self) -> bytes:
         """The body as it is sent, with sorted keys."""
         return _CANONICAL.encode(self.body).encode()
+
+    @cached_property
+    def most_prompt_tokens(self) -> int:
+        """Upper bound of its prompt's tokens: a text has at most as many as UTF-8 bytes."""
+        texts = (*(message["content"] for message in self.messages), str(self.parameters.get("response_format", "")))
+        return sum(len(text.encode()) for text in texts) + _MESSAGE_TOKENS * len(self.messages)
 
     @cached_property
     def key(self) -> str:
@@ -149,16 +161,28 @@ class Completion:
     """It came from the Batch API, at a lower price."""
     cached_tokens: int = 0
     """Prompt tokens that the endpoint had in its cache, at a lower price."""
+    usd: float | None = None
+    """What the endpoint charged, if it says so."""
+
+    @property
+    def _end(self) -> str | None:
+        """How it ended; None if no provider is known to name a usable end like this."""
+        return _END_OF.get(re.sub(r"[^a-z]", "", self.finish_reason.lower()).removeprefix("finishreason"))
 
     @property
     def cut_off(self) -> bool:
-        """Whether the token cap ended it. Providers name this differently; an unknown name is a normal end."""
-        return self.finish_reason.lower() in _CUT_OFF
+        """Whether the token cap ended it."""
+        return self._end == "cut off"
 
     @property
     def refused(self) -> bool:
         """Whether the model or a content filter refused to answer."""
-        return bool(self.refusal) or self.finish_reason.lower() in _FILTERED
+        return bool(self.refusal) or self._end == "refused"
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether something else than the model, a cap or a filter ended it."""
+        return self._end is None
 
     @property
     def empty(self) -> bool:
@@ -174,7 +198,7 @@ def usable_text(completion: Completion) -> str:
     """Return the text of a completion that ended normally, without the model's reasoning.
 
     Raises:
-        Unusable: the answer is a refusal, filtered, cut off at the token limit, unreadable or empty.
+        Unusable: the answer is a refusal, filtered, cut off at the token limit, interrupted, unreadable or empty.
     """
     if completion.refused:
         raise Unusable(f"refused: {_shortened(completion.refusal or 'the content filter of the endpoint stopped it')}")
@@ -182,6 +206,8 @@ def usable_text(completion: Completion) -> str:
         raise Unusable(f"cut off at the token limit ({completion.completion_tokens} tokens); set a higher max_tokens")
     if completion.finish_reason == UNREADABLE:
         raise Unusable("unreadable answer: its JSON is nested too deeply or holds a number with too many digits")
+    if completion.interrupted:
+        raise Unusable(f"interrupted answer (finish_reason={_shortened(completion.finish_reason)})")
     if completion.empty:
         raise Unusable("empty answer")
     return without_reasoning(completion.text)
@@ -248,7 +274,7 @@ class AnswerFormat:
         """Convert a JSON answer to labelled text: the last JSON object with the value counts, whatever surrounds it.
 
         Raises:
-            Malformed: no JSON object in the answer holds the value as a string.
+            Malformed: no JSON object in the answer holds the value as a text or a number.
         """
         value, at = None, 0
         with contextlib.suppress(ValueError, RecursionError):  # beyond Python's limits
@@ -256,8 +282,8 @@ class AnswerFormat:
                 at = begin.end()
                 with contextlib.suppress(json.JSONDecodeError):
                     answered, end = _JSON.raw_decode(answer, begin.start())
-                    if isinstance(answered.get(self.name), str):
-                        value, at = answered[self.name], end
+                    if isinstance(answered.get(self.name), (str, int)):
+                        value, at = str(answered[self.name]), end
         if value is None:
             raise Malformed(f'{{"{self.name}": "..."}}', answer)
         return f"{self.label}: {replace_surrogates(value.strip())}"
@@ -280,5 +306,5 @@ def labelled(label: str, text: str) -> str:
 
 @cache
 def _labelled(label: str) -> re.Pattern[str]:
-    bold = r"(?:\*+[ \t]*:|:\*+|:)"  # an asterisk after a blank belongs to the value
+    bold = r"(?:\*+[ \t]*[:：]|[:：]\*+|[:：])"  # an asterisk after a blank belongs to the value
     return re.compile(rf"^[ \t*#>]*{label}[ \t]*{bold}[ \t]*(.*)", re.IGNORECASE | re.MULTILINE | re.DOTALL)

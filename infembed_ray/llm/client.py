@@ -23,16 +23,17 @@ from infembed_ray.llm.endpoint import (
     ErrorBody,
     RateLimited,
     Route,
+    Transport,
     Unanswered,
     one_line,
     parse_completion,
     short_question,
+    with_proxy,
 )
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.lanes import Lane
 from infembed_ray.llm.ledger import REQUESTS, TOKENS, USD, Amounts, RateLimiter, used_by, worst_case
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.llm.transport import Transport
 
 T = TypeVar("T")
 
@@ -63,7 +64,7 @@ class ChatClient:
         self._route = Route(endpoint)
         self._reached = False
         """Whether the endpoint has sent any HTTP response."""
-        self._lanes: defaultdict[str, Lane] = defaultdict(lambda: Lane(endpoint, limiter.slots))
+        self._lanes = defaultdict[str, Lane](lambda: Lane(endpoint, limiter.slots, careful=limiter.has_budget))
         self._journal = journal
         self._limiter = limiter
         self._table = table
@@ -75,8 +76,8 @@ class ChatClient:
 
         Raises:
             RowFailure: the endpoint refuses this request, or every retry failed, while it answers others.
-            RunFailure: the endpoint refuses all requests (key, model, quota) or has not answered for `patience_s`, the budget is used up, the journal fails, or another process met such a failure. From then on, nothing
-                more is sent.
+            RunFailure: the endpoint refuses all requests (key, model, quota) or has not answered for `patience_s`, the budget
+                is used up, the journal fails, or another process met such a failure. From then on, nothing more is sent.
         """
         try:
             replayed = self._journal.get(*request.keys)
@@ -85,8 +86,7 @@ class ChatClient:
             raise
         if replayed is not None:
             return replayed
-        twin = self._asking.get(request.key)
-        if twin is not None:
+        if (twin := self._asking.get(request.key)) is not None:
             return replace(await asyncio.shield(twin), replayed=True)
         asking = self._asking[request.key] = asyncio.get_running_loop().create_future()
         try:
@@ -125,19 +125,15 @@ class ChatClient:
         while True:
             failure: Unanswered | RowFailure | None = None
             lane, cost = await self._enter(request)
-            used = cost
-            sent = time.monotonic()
+            used, sent = cost, time.monotonic()
             try:
                 completion = await self._attempt(lane, request)
                 used = used_by(request, completion, self._table) or cost
                 self._limiter.traffic.answered += 1
                 self._limiter.traffic.answered_s += time.monotonic() - sent
                 return completion
-            except Unanswered as unanswered:
-                failure = unanswered
-                used = cost if failure.paid else _UNPAID
-            except RowFailure as refused:
-                failure, used = refused, _UNPAID
+            except (Unanswered, RowFailure) as fault:
+                failure, used = fault, cost if isinstance(fault, Unanswered) and fault.paid else _UNPAID
             except RunFailure as refused:
                 used = _UNPAID
                 self._limiter.traffic.failed += 1
@@ -155,20 +151,24 @@ class ChatClient:
 
     async def _enter(self, request: Request) -> tuple[Lane, Amounts]:
         """Wait until a request may be sent; return the lane, to be left afterwards, and the worst case."""
-        cost = worst_case(request, self._table)
-        await self._limiter.enter(cost)
-        lane = self._lanes[request.model]
-        if not lane.full:
-            await lane.enter()
-            return lane, cost
-        self._limiter.settle(cost, _UNSENT, time.monotonic())  # another model may use the slot meanwhile
-        await lane.enter()
+        lane, entered = self._lanes[request.model], False
         try:
-            await self._limiter.enter(cost)
+            while True:
+                learned = lane.added, lane.longest
+                cost = worst_case(request, self._table, *learned)
+                await self._limiter.enter(cost)
+                if learned == (lane.added, lane.longest) and (entered or not lane.full):
+                    if not entered:
+                        await lane.enter()
+                    return lane, cost
+                self._limiter.settle(cost, _UNSENT, time.monotonic())  # another model may use the slot meanwhile
+                if not entered:
+                    await lane.enter()
+                    entered = True
         except RunFailure:
-            lane.leave(limited=False)
+            if entered:
+                lane.leave(limited=False)
             raise
-        return lane, cost
 
     async def _attempt(self, lane: Lane, request: Request) -> Completion:
         if self._transport is None:
@@ -176,24 +176,25 @@ class ChatClient:
         body = lane.dialect.encoded(request)
         try:
             response = await self._transport.post(self._route.target(request.model), body)
-        except asyncio.TimeoutError as error:
-            raise Unanswered(f"no answer within {self._endpoint.timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise Unanswered(f"connection failed: {one_line(error)}") from error
+        except (asyncio.TimeoutError, aiohttp.ClientError, OSError) as error:
+            unreadable = isinstance(error, aiohttp.ClientPayloadError)
+            self._reached |= unreadable
+            fault = f"{'unreadable response' if unreadable else 'connection failed'}: {one_line(error) or repr(error)}"
+            if isinstance(error, asyncio.TimeoutError):
+                fault = f"no answer within {self._endpoint.timeout_s:g} s"
+            raise Unanswered(f"{fault} [{with_proxy(str(self._route.target(request.model).url))}]") from error
         self._reached = True
         status, refusal = response.status, response.body
         if 200 <= status < 300:
             try:
-                completion = parse_completion(response.body)
+                completion = self._checked(lane, request, parse_completion(response.body))
             except ErrorBody as error:
                 status, refusal = error.status, error.body
+            except Unanswered as error:
+                raise Unanswered(f"{self._route.said(request, status, refusal)}: {error}") from error
             else:
                 lane.answered_steps.add(request.step)
                 lane.note(None)
-                if completion.completion_tokens > request.parameters.get(CAP, math.inf):
-                    self._limiter.warn(
-                        f"model {request.model}: answers may exceed max_tokens, which the endpoint ignores"
-                    )
                 return completion
         failure = self._route.failure(request, status, response.headers, refusal)
         if status in (400, 422) and isinstance(failure, RowFailure) and request.step not in lane.answered_steps:
@@ -204,6 +205,23 @@ class ChatClient:
                 raise _Adapted(str(failure), paid=False)
         raise failure
 
+    def _checked(self, lane: Lane, request: Request, completion: Completion) -> Completion:
+        """Learn from an answer that exceeds its worst case, and warn about what it does not say."""
+        answers = f"model {request.model}: answers"
+        if lane.exceeded(request, completion):
+            self._limiter.warn(
+                f"{answers} may exceed max_tokens, which the endpoint ignores; budgets expect twice as long ones"
+            )
+        if not completion.prompt_tokens:
+            self._limiter.warn(
+                f"{answers} have no usable token counts: their price is null, budgets count the worst case"
+            )
+        if completion.finish_reason:
+            return completion
+        self._limiter.warn(f"{answers} have no finish_reason: only by its length is one known to be cut off")
+        cut_off = completion.completion_tokens >= request.parameters.get(CAP, math.inf)
+        return replace(completion, finish_reason="length") if cut_off else completion
+
     async def _pause_after(
         self, failure: Unanswered | RowFailure, lane: Lane, request: Request, tries: _Tries
     ) -> float:
@@ -213,53 +231,37 @@ class ChatClient:
         the run fails.
         """
         if isinstance(failure, RowFailure):
-            fault = await self._fault(lane, request)
-            if not isinstance(fault, Unanswered):
+            if (fault := await self._fault(lane, request)) is None:
                 self._limiter.traffic.failed += 1
-                if fault is None:
-                    raise failure
-                self._fail(str(fault), failure)
+                raise failure
             failure = fault  # ask again when the endpoint is back
+        limited, patience_s = isinstance(failure, RateLimited), self._endpoint.patience_s
+        self._limiter.traffic.rate_limited += limited
+        self._limiter.traffic.failed += not limited
         tries.failed += 1
-        pause = pause_s(tries.failed - 1, failure.retry_after_s)
-        if isinstance(failure, RateLimited):
-            self._limiter.traffic.rate_limited += 1
-        else:
-            self._limiter.traffic.failed += 1
-            tries.faults += 1
-        left_s = self._endpoint.patience_s - tries.took_s
+        tries.faults += not limited
+        left_s, pause = patience_s - tries.took_s, pause_s(tries.failed - 1, failure.retry_after_s)
         if failure.retry_after_s <= left_s and tries.faults <= self._endpoint.max_retries:
             return min(pause, left_s)
-        return await self._give_up(failure, lane, request, tries) or pause
-
-    async def _give_up(self, failure: Unanswered, lane: Lane, request: Request, tries: _Tries) -> float:
-        """End the retries of a request: fail it if the endpoint answers others, or fail the run if the patience is over.
-
-        Returns:
-            The pause if it is to be retried after all; 0: any.
-        """
-        limited, left_s = isinstance(failure, RateLimited), self._endpoint.patience_s - tries.took_s
         where = f"endpoint.base_url={self._endpoint.base_url}"
         if not limited and not self._reached:
             self._fail(f"{where}: cannot be reached ({failure}); start it, or correct the URL", failure)
-        if failure.retry_after_s > self._endpoint.patience_s:
+        if failure.retry_after_s > patience_s:
             remedy = "raise endpoint.patience_s, or run it later"
             self._fail(f"{where}: asks to wait {failure.retry_after_s:.0f} s ({failure}); {remedy}", failure)
-        fault = await self._fault(lane, request)
-        if isinstance(fault, RunFailure):
-            self._fail(str(fault), failure)
-        if fault is None:
+        if await self._fault(lane, request) is None:
             if limited or tries.faults > self._endpoint.max_retries:
                 raise RowFailure(f"{failure}; tried {tries.failed} times in {tries.took_s:.0f} s") from failure
-            return 0.0
-        if failure.retry_after_s > left_s or left_s <= 0:
+        elif failure.retry_after_s > left_s or left_s <= 0:
             silence = f"no answer to {request.model} in {tries.took_s:.0f} s ({failure})"
             self._fail(f"{where}: {silence}; mend it, or raise endpoint.patience_s", failure)
-        tries.faults = 0  # an outage says nothing about the request
-        return min(pause_s(tries.failed - 1, failure.retry_after_s), left_s)
+        else:
+            tries.faults = 0  # an outage says nothing about the request
+            return min(pause, left_s)
+        return pause
 
-    async def _fault(self, lane: Lane, request: Request) -> Unanswered | RunFailure | None:
-        """Ask a short question; return why the endpoint does not answer it, or None.
+    async def _fault(self, lane: Lane, request: Request) -> Unanswered | None:
+        """Ask a short question; return why the endpoint does not answer it now, or None; RunFailure if it refuses it.
 
         Concurrent calls share a question, and an answer to any other request to the model replaces it.
         """
@@ -267,7 +269,7 @@ class ChatClient:
         async with lane.asking:
             while lane.noted < now:
                 probe = short_question(request)
-                cost = worst_case(probe, self._table)
+                cost = worst_case(probe, self._table, lane.added, lane.longest)
                 await self._limiter.enter(cost)
                 used, began = _UNPAID, time.monotonic()
                 try:
@@ -281,14 +283,14 @@ class ChatClient:
                 except RunFailure as failure:
                     lane.note(failure)
                 except RowFailure as failure:
-                    url = self._endpoint.base_url
                     refusal = f"refuses every request to {request.model}, also a short question ({failure})"
-                    lane.note(
-                        RunFailure(f"endpoint.base_url={url}: {refusal}; correct the model's settings, or the account")
-                    )
+                    remedy = "correct the model's settings, or the account"
+                    lane.note(RunFailure(f"endpoint.base_url={self._endpoint.base_url}: {refusal}; {remedy}"))
                 finally:
                     self._limiter.settle(cost, used, began)
-            return lane.fault
+        if isinstance(lane.fault, RunFailure):
+            self._fail(str(lane.fault), lane.fault)
+        return lane.fault
 
     def _fail(self, failure: str, cause: Exception) -> NoReturn:
         """Stop the run."""

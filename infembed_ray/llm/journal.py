@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from infembed_ray.errors import InputError
 from infembed_ray.llm.chat import Complete, Completion, Request, RunFailure, Unjournaled
@@ -227,11 +227,7 @@ def has_writer(segment: Path) -> bool:
 
 
 def lock_ended(path: Path, locks: contextlib.ExitStack) -> BinaryIO | None:
-    """Open and lock a segment, if it has no living writer and still exists.
-
-    Raises:
-        InputError: the file system has no locks.
-    """
+    """Open and lock a segment, if it has no living writer and still exists; InputError if the file system has no locks."""
     try:
         stream = locks.enter_context(path.open("r+b"))
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -264,7 +260,7 @@ def encode(request: Request, completion: Completion, created: datetime | None = 
 
     Only the key is used for lookups; prompt, step and row are for human readers.
     """
-    entry = {
+    entry: dict[str, Any] = {
         "key": request.journal_key(completion),
         "model": request.model,
         "prompt": request.prompt,
@@ -282,6 +278,8 @@ def encode(request: Request, completion: Completion, created: datetime | None = 
         entry["batched"] = True
     if completion.cached_tokens:
         entry["cached_tokens"] = completion.cached_tokens
+    if completion.usd is not None:
+        entry["usd"] = completion.usd
     said = _JSON.encode(entry).encode().removesuffix(b"}")
     return said + f', "crc32": "{zlib.crc32(said):08x}"}}\n'.encode()
 
@@ -309,6 +307,7 @@ def decode(line: bytes) -> tuple[str, Completion] | None:
         replayed=True,
         batched=entry.get("batched", False),
         cached_tokens=entry.get("cached_tokens", 0),
+        usd=entry.get("usd"),
     )
 
 

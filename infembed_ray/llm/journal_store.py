@@ -50,16 +50,11 @@ def open_journal(
     upload_s: float = 60.0,
     warn: Callable[[str], object] = say,
 ) -> Journal:
-    """Open a journal for a process.
+    """Open a journal for a process, and finished ones (`replay`) that are only read; InputError if a store fails.
 
     Args:
-        replay: paths or URIs of finished journals that are only read.
         partition: see `Journal`.
-        upload_s: seconds between two uploads, if the journal is in an object store.
-        warn: called with a line if an upload fails.
-
-    Raises:
-        InputError: an object store does not return the journal.
+        upload_s: seconds between two uploads, if the journal is in an object store; `warn` gets a line if one fails.
     """
     finished = [resolve_input(each, "replay").absolute() for each in replay]
     if isinstance(place, Path):
@@ -96,11 +91,7 @@ class StoredJournal(Journal):
             self._uploads.flush()
 
     def close(self) -> None:
-        """Close the segment and upload the rest of it.
-
-        Raises:
-            InputError: the object store failed. The segment stays for the next run on this node.
-        """
+        """Close the segment and upload the rest of it; InputError if the object store failed. The segment stays for the next run on this node."""
         uploads, self._uploads = self._uploads, None
         if uploads is not None:
             uploads.stop()
@@ -117,10 +108,7 @@ def directory_of(folder: Folder) -> Path:
 def copy_objects(folder: Folder, partition: str | None = None) -> Path:
     """Copy the objects that may hold a partition's entries to this node, and return the node's directory.
 
-    Copies of objects that are gone are removed.
-
-    Raises:
-        InputError: the object store failed.
+    Copies of objects that are gone are removed. InputError if the object store failed.
     """
     directory = directory_of(folder)
     copies = directory / COPIES
@@ -159,11 +147,7 @@ def sources(place: Place) -> list[Path]:
 
 
 def upload_leftovers(folder: Folder) -> None:
-    """Upload the segments that ended processes of this node left, and remove them here.
-
-    Raises:
-        InputError: the object store failed; the segments stay.
-    """
+    """Upload the segments that ended processes of this node left, and remove them; InputError if the store failed: they stay."""
     with convert_errors(str(folder), "journal"), contextlib.ExitStack() as locks:
         ended = {path: lock_ended(path, locks) for path in segments([directory_of(folder)])}
         left = {path: segment for path, segment in ended.items() if segment is not None}
@@ -192,11 +176,7 @@ def wait_for_writers(directory: Path, partition: str | None = None) -> None:
 
 
 def settle(folder: Folder, partition: str | None = None) -> None:
-    """Wait for this node's writers of a partition to end, and upload the segments of ended writers.
-
-    Raises:
-        InputError: the object store failed.
-    """
+    """Wait for this node's writers of a partition to end, and upload the segments of ended writers; InputError if the object store failed."""
     wait_for_writers(directory_of(folder), partition)
     upload_leftovers(folder)
 

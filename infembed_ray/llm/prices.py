@@ -35,10 +35,13 @@ class PriceTable:
         return self.models.get(model) or self.models.get(_SNAPSHOT_DATE.sub("", model))
 
     def usd(self, model: str, completion: Completion) -> float | None:
-        """Return the price of a completion in USD; None if the table lacks `model`, the requested name."""
+        """Return what the endpoint charged for a completion, or its list price in USD.
+
+        None if the table lacks `model`, the requested name, or the endpoint did not count the tokens.
+        """
         price = self.price(model)
-        if price is None:
-            return None
+        if completion.usd is not None or price is None or not completion.prompt_tokens:
+            return completion.usd
         usd = (price[0] * completion.prompt_tokens + price[1] * completion.completion_tokens) / 1e6
         if completion.batched:
             return BATCH_PRICE * usd
@@ -47,14 +50,9 @@ class PriceTable:
 
 @cache
 def load(overrides: str | None = None) -> PriceTable:
-    """Return the bundled table, overridden by another file.
+    """Return the bundled table, overridden by a YAML file (path or URI); InputError if it cannot be read or has another form.
 
-    Args:
-        overrides: path or URI of a YAML file with `as_of`, and under `models` a list [prompt, completion] or
-            [prompt, completion, cached prompt] each.
-
-    Raises:
-        InputError: the file cannot be read or has another form.
+    It has `as_of`, and under `models` a list [prompt, completion] or [prompt, completion, cached prompt] each.
     """
     ours = _read(FILE)
     if overrides is None:

@@ -1,6 +1,9 @@
+import contextlib
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from infembed_ray.llm.chat import AnswerFormat, Completion, RowFailure, usable_text
 from tests.support.chat import completion, request
@@ -44,24 +47,27 @@ def test_an_answer_that_did_not_end_normally_fails_the_row(bad: Completion, said
         usable_text(bad)
 
 
-def test_a_good_answer_is_its_text() -> None:
-    assert usable_text(completion("Query: x")) == "Query: x"
+ENDS = {
+    "cut off": "length LENGTH max_tokens MAX_TOKENS maxTokens FinishReason.MAX_TOKENS model_length max_new_tokens",
+    "refused": "SAFETY RECITATION content_filtered refusal content-filter guardrail_intervened FINISH_REASON_SAFETY",
+    "": "stop STOP end_turn eos eos_token COMPLETE stop_sequence FinishReason.STOP eosFound endoftext",
+    "interrupted": "model_context_window_exceeded network_error timeout cancelled unknown OTHER pause_turn tool_calls stopped_by_user",
+}
 
 
-@pytest.mark.parametrize(
-    "reason",
-    ["LENGTH", "max_tokens", "MAX_TOKENS", "model_length", "SAFETY", "RECITATION", "content_filtered", "refusal"],
-)
-def test_the_end_of_an_answer_is_understood_in_every_providers_words(reason: str) -> None:
-    with pytest.raises(
-        RowFailure, match="cut off" if "LENGTH" in reason.upper() or "MAX" in reason.upper() else "refused"
-    ):
-        usable_text(Completion("half", reason, "m", 1, 1))
+@pytest.mark.parametrize(("end", "reason"), [(end, each) for end, given in ENDS.items() for each in given.split()])
+def test_the_end_of_an_answer_is_understood_in_every_providers_words(end: str, reason: str) -> None:
+    answer = Completion("Query: x", reason, "m", 1, 1)
+    with pytest.raises(RowFailure, match=end) if end else contextlib.nullcontext():
+        assert usable_text(answer) == "Query: x"
+    assert (answer.cut_off, answer.refused, answer.interrupted) == tuple(
+        end == each for each in list(ENDS)[:2] + list(ENDS)[3:]
+    )
 
 
-@pytest.mark.parametrize("reason", ["STOP", "end_turn", "eos", "COMPLETE", "stop_sequence", "never heard of"])
-def test_any_other_end_is_a_normal_one(reason: str) -> None:
-    assert usable_text(Completion("Query: x", reason, "m", 1, 1)) == "Query: x"
+@given(st.from_regex(r"zz[A-Za-z_. -]*", fullmatch=True))
+def test_no_unheard_of_end_is_a_normal_one(reason: str) -> None:
+    assert Completion("x", reason, "m", 1, 1).interrupted
 
 
 @pytest.mark.parametrize("answer", ["Query: x", '{"query": "x"}', "Passage: a < b, and <b>bold</b>\n[think]"])

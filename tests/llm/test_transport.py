@@ -9,12 +9,13 @@ from typing import TypeVar
 import aiohttp
 import pytest
 
-from infembed_ray.llm.transport import Response, Target, Transport
+from infembed_ray.llm.endpoint import Response, Target, Transport
 
 pytestmark = pytest.mark.integration
 
 T = TypeVar("T")
 
+BOMB = gzip.compress(bytes(40 << 20))
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\nX-Kind: Plain\r\n\r\nanswer"
 
 
@@ -121,6 +122,7 @@ def test_a_response_that_ends_its_connection_is_followed_by_a_new_one(response: 
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n6\r\nans",
         b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 6\r\n\r\nanswer",
         b"no HTTP at all\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n%b" % (len(BOMB), BOMB),
     ],
 )
 def test_a_broken_response_is_a_client_error_and_the_next_request_gets_a_new_connection(response: bytes | None) -> None:

@@ -105,7 +105,7 @@ class Behaviour:
         return said
 
 
-BREAKS: Mapping[str, tuple[int, dict[str, Any], dict[str, str]]] = {
+BREAKS: Mapping[str, tuple[int, dict[str, Any] | str, dict[str, str]]] = {
     "quota": (429, {"message": "You exceeded your current quota.", "code": "insufficient_quota"}, {}),
     "quota_type": (429, {"message": "You exceeded your quota.", "type": "insufficient_quota", "code": None}, {}),
     "key_limit": (403, {"message": "Key limit exceeded (monthly)", "code": 403}, {}),
@@ -116,8 +116,11 @@ BREAKS: Mapping[str, tuple[int, dict[str, Any], dict[str, str]]] = {
     "limited": (429, {"message": "Rate limit reached.", "code": "rate_limit_exceeded"}, {}),
     "limited_long": (429, {"message": "Try again tomorrow.", "code": "rate_limit_exceeded"}, {"Retry-After": "36000"}),
     "hang": (0, {}, {}),
+    "page": (200, "<html><style>p {}</style><title>Sign in</title></html>", {}),
+    "moved": (301, "<html>moved</html>", {"Location": "https://new.example/v1"}),
+    "key": (401, {"message": "Incorrect API key provided.", "code": "invalid_api_key"}, {}),
 }
-"""Ways in which an endpoint stops answering for good: status, error and headers; status 0: it never responds."""
+"""Ways in which an endpoint stops answering for good: status, error or page, and headers; status 0: it never responds."""
 ATTEMPT_FAULTS = ("rate_limited", "server_error", "hang", "dropped", "truncated")
 REQUEST_FAULTS = ("bad_request", "refusal", "empty", "cut_off", "malformed")
 
@@ -240,11 +243,7 @@ def _other(options: Sequence[str], text: str, rng: random.Random) -> str:
 
 
 def completion(
-    body: Mapping[str, Any],
-    fault: str | None = None,
-    mistaken: float = 0.0,
-    stubborn: float = 0.0,
-    poor: float = 0.0,
+    body: Mapping[str, Any], fault: str | None = None, mistaken: float = 0.0, stubborn: float = 0.0, poor: float = 0.0
 ) -> dict[str, Any]:
     """Return the response body of a request, with a fault of its own if there is one."""
     prompt = " ".join(message["content"] for message in body["messages"])

@@ -180,6 +180,8 @@ class _Server(Batches):
             status, error, headers = BREAKS[how.breaks]
             if not status:
                 await asyncio.Event().wait()
+            if isinstance(error, str):
+                return "broken", web.Response(text=error, status=status, headers=headers, content_type="text/html")
             return "broken", web.json_response({"error": error}, status=status, headers=headers)
         if how.key and request.headers.get("Authorization") != f"Bearer {how.key}":
             return "refused_key", error_response(401, "Incorrect API key provided.", "invalid_api_key")
