@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -153,12 +154,17 @@ def _endpoint(url: str) -> Iterator[str]:
     key = os.environ.get(KEY)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with urllib.request.urlopen(urllib.request.Request(f"{url.rstrip('/')}/models", headers=headers), timeout=10):
-            yield "answers"
+        request = urllib.request.Request(f"{url.rstrip('/')}/models", headers=headers)
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            json.load(answer)
+        yield "answers"
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             raise InputError.of(KEY, None, f"{url} refuses it (HTTP {error.code})", "set a valid one") from error
         yield f"answers with HTTP {error.code}"
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        remedy = "correct the URL, most end with /v1, or sign in to the proxy"
+        raise InputError.of(url, None, "answers a page instead of its models", remedy) from error
     except (OSError, HTTPException, ValueError) as error:
         fault = f"cannot be reached ({getattr(error, 'reason', error)})"
         raise InputError.of(url, None, fault, "start it, or correct the URL") from error

@@ -1,5 +1,6 @@
 """Broken environments, each with the line that names the fault and its remedy. The faults are real: ports, files, servers."""
 
+import io
 import os
 import subprocess
 
@@ -116,3 +117,5 @@ def test_an_endpoint_answers_or_is_a_fault_that_does_not_show_the_key(capsys, mo
     said = fault(lambda: doctor._endpoint(f"http://127.0.0.1:{free_port()}/v1"), capsys)
     assert "cannot be reached" in said
     assert "sk-secret" not in said
+    monkeypatch.setattr(doctor.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(b"<title>Sign in</title>"))
+    assert "answers a page instead of its models" in fault(lambda: doctor._endpoint("http://here/v1"), capsys)
