@@ -76,7 +76,7 @@ def read(path: Place, name: str) -> RecordSet:
             kept=[] if nothing_kept else tables.read(path, Record, name),
             rejected=rejected,
             dead_letter=dead_letter,
-            complements=_rows(path / tables.COMPLEMENTS_FILE),
+            complements=[*_rows(path / tables.COMPLEMENTS_FILE), *_rows(path / tables.REJECTED_COMPLEMENTS_FILE)],
             provenance={
                 "kept": _provenance(_rows(file) if is_ours(file) else []),
                 "rejected": _provenance(rejected),

@@ -153,7 +153,7 @@ def _place(row: Section) -> bytes:
 
 
 def _rows(records: RecordSet, removed: Mapping[int, Removal]) -> Iterator[Section]:
-    complements = {row["id"]: row.get("instruction_complement") for row in records.complements}
+    complements = {row["id"]: row.get("instruction") for row in records.complements}
     provenance = records.provenance["kept"]
     for number, record in enumerate(records.kept):
         more = {

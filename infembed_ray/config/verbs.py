@@ -62,7 +62,7 @@ VERBS = {
         "synthesis.distributed:run",
         "synthesis:SynthesizeSettings",
         "synthesize seeds=seeds.jsonl output=runs/records limits.budget_usd=50",
-        "synthesis.estimate:describe",
+        "synthesis.preflight:describe",
     ),
     "analyze": Verb(
         "report the quality of records, and keep the good ones",

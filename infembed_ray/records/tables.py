@@ -113,14 +113,14 @@ COMPLEMENT = pa.schema(
     [
         ("id", _TEXT),  # the record's
         ("source", _TEXT),
-        ("query_positive", _TEXT),
-        ("instruction_complement", _TEXT),  # null if none could be generated
-        ("hard_negative_document_1", _TEXT),  # the correct result under it
-        ("document_positive", _TEXT),  # a wrong result under it
+        ("query", _TEXT),
+        ("instruction", _TEXT),  # null if none could be generated
+        ("positives", _TEXT),  # the record's first hard negative, which is right under this instruction
+        ("negatives", _TEXT),  # the record's positive, which is wrong under it
         ("fault", _TEXT),  # why the instruction is unusable; null if it is usable
     ]
 )
-"""The dual view of a kept record: an instruction under which the hard negative becomes the positive."""
+"""The dual view of a kept record as a training tuple: an instruction under which the hard negative becomes the positive."""
 
 MADE_ID = "row-"
 """Prefix of the ids that are generated for records without one."""
@@ -142,6 +142,7 @@ KEPT_FILE = "records.parquet"
 REJECTED_FILE = "rejected.parquet"
 DEAD_LETTER_FILE = "dead_letter.parquet"
 COMPLEMENTS_FILE = "complements.parquet"
+REJECTED_COMPLEMENTS_FILE = "rejected_complements.parquet"
 
 
 def read(

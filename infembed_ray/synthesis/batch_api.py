@@ -33,6 +33,7 @@ from infembed_ray.progress import counted, say
 from infembed_ray.records.tables import Seed
 from infembed_ray.storage import durable
 from infembed_ray.synthesis.batch_files import NoAnswer, RequestBatch, prompt_tokens, read_answers, upload_line
+from infembed_ray.synthesis.outcome import kind_of
 from infembed_ray.synthesis.pipeline import next_request
 
 MOST_BYTES = 200 * 10**6
@@ -78,15 +79,11 @@ async def answer_in_batches(
     directory: Path,
     spent_usd: float = 0.0,
 ) -> BatchReport:
-    """Fill the journal with the answers that the seeds need, as far as batches provide them.
-
-    Args:
-        seeds: of the run; read once per wave.
-        directory: of the batches' files, the same in every run on this journal.
+    """Fill the journal with the answers that the seeds need, as far as batches provide them. Each wave reads the seeds.
 
     Raises:
         RunFailure: the endpoint refuses the key or has no Batch API, another run uses the directory, the budget is used up,
-            or `batches.rest` is stop and requests are left.
+            a batch failed as a whole, or `batches.rest` is stop and requests are left.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -168,12 +165,9 @@ class _BatchRunner:
     # ------------------------------------------------------------------------------------------------- drafting
 
     async def next_wave(self, seeds: Iterable[Seed], pool: Sequence[str], finished: set[int]) -> list[RequestBatch]:
-        """Prepare batches of every row's next request, as far as the budget covers them.
+        """Prepare batches of every row's next request, as far as the budget covers them; RunFailure if it covers none.
 
         Rows that need no further batch are added to `finished`.
-
-        Raises:
-            RunFailure: the budget covers none of the requests.
         """
         wave: list[RequestBatch] = []
         drafts: defaultdict[str, _Draft] = defaultdict(_Draft)  # by model
@@ -332,7 +326,10 @@ class _BatchRunner:
         batch.discard()
         self.report.batches += 1
         why = "".join(f" ({one_line(error.message)})" for error in _errors(remote)[:1])
-        say(f"synthesize: batch {batch.batch_id}: {remote.status}{why}, {answered} of {batch.requests} answered")
+        ended = f"batch {batch.batch_id}: {remote.status}{why}, {answered} of {batch.requests} answered"
+        if remote.status in ("failed", "cancelled"):  # the endpoint refused its file, or an operator stopped it
+            raise RunFailure(f"batches: {ended}; mend the cause and run the same command, which batches the rest again")
+        say(f"synthesize: {ended}")
 
     async def _journal_answers(
         self, batch: RequestBatch, answers: Mapping[str, Completion], faults: Mapping[str, NoAnswer], otherwise: str
@@ -386,11 +383,12 @@ class _BatchRunner:
 
     def settle_rest(self) -> None:
         """Treat the requests that no batch answers as `batches.rest` says; RunFailure if it is stop."""
-        reasons = Counter(self._faults[key].reason for key in self._left)
+        examples = {kind_of(fault.reason): fault.reason for fault in map(self._faults.__getitem__, sorted(self._left))}
+        reasons = Counter(kind_of(self._faults[key].reason) for key in self._left)
         self.report.unanswered = dict(reasons)
         if not self._left:
             return
-        shown = ", ".join(f"{reason}: {number}" for reason, number in reasons.most_common(5))
+        shown = ", ".join(f"{number} x {examples[reason]}" for reason, number in reasons.most_common(5))
         what = f"{counted(len(self._left), 'request')} that no batch answered ({shown})"
         if self._batches.rest == "online":
             say(f"synthesize: batches.rest=online: {what} and their rows' later steps are asked at full price")

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from infembed_ray.llm.chat import Complete, Completion, Request, RowFailure, RunFailure
-from infembed_ray.llm.endpoint import PATH, ErrorBody, Unanswered, completion_of, one_line
+from infembed_ray.llm.endpoint import PATH, ErrorBody, Unanswered, completion_of, error_message, one_line
 from infembed_ray.storage import durable
 
 LEFT_OUT = "no batch answered"
 """Beginning of the error of a dead letter whose request was not asked online."""
 BYTES_PER_TOKEN = 3
 """UTF-8 bytes that count as a token of the quota: fewer than a token has in most languages."""
-_REFUSED = {400, 413, 422}
+_REFUSED = {"400", "413", "422"}
 
 
 def prompt_tokens(request: Request) -> int:
@@ -103,28 +103,25 @@ class NoAnswer(NamedTuple):
 
 
 def read_answers(files: Iterable[Path]) -> tuple[dict[str, Completion], dict[str, NoAnswer]]:
-    """Read a batch's output and error files.
+    """Read a batch's output and error files; RunFailure if one is damaged.
 
     Returns:
         Request key -> answer; request key -> why it has no answer. A request may be in neither.
-
-    Raises:
-        RunFailure: a file is damaged.
     """
     answers: dict[str, Completion] = {}
     unanswered: dict[str, NoAnswer] = {}
     for file in files:
         with file.open("rb") as stream:
-            for line in stream:
+            for line in filter(bytes.strip, stream):
                 try:
                     entry = json.loads(line)
                     key, response = str(entry["custom_id"]), entry.get("response") or {}
-                    if response.get("status_code") == 200:
+                    if str(response.get("status_code")) == "200":
                         answers[key] = replace(completion_of(response.get("body")), batched=True)
                     else:
                         unanswered[key] = _no_answer(entry, response)
                 except ErrorBody as error:
-                    unanswered[key] = NoAnswer(str(error), error.status in _REFUSED, error.body)
+                    unanswered[key] = NoAnswer(str(error), str(error.status) in _REFUSED, error.body)
                 except Unanswered as error:
                     unanswered[key] = NoAnswer(str(error))
                 except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError) as error:
@@ -135,11 +132,12 @@ def read_answers(files: Iterable[Path]) -> tuple[dict[str, Completion], dict[str
 
 
 def _no_answer(entry: dict[str, Any], response: dict[str, Any]) -> NoAnswer:
-    """Return the error code of a line without an answer, or its HTTP status."""
-    body, status = response.get("body"), response.get("status_code")
-    error = entry.get("error") or (body.get("error") if isinstance(body, dict) else None)
-    code = error.get("code") if isinstance(error, dict) else None
-    return NoAnswer(one_line(code or f"HTTP {status}"), status in _REFUSED, json.dumps({"error": error}).encode())
+    """Return the error code of a line without an answer, or its HTTP status, and what the endpoint says."""
+    body, status = response.get("body"), str(response.get("status_code"))
+    error = entry.get("error") or (body.get("error") if isinstance(body, dict) else None) or body
+    text, code = json.dumps({"error": error}).encode(), error.get("code") if isinstance(error, dict) else None
+    said = f": {error_message(text)[0]}" if error else ""
+    return NoAnswer(one_line(f"{code or f'HTTP {status}'}{said}"), status in _REFUSED, text)
 
 
 def leaving_out(complete: Complete, unanswered: Mapping[str, str]) -> Complete:

@@ -43,19 +43,11 @@ from infembed_ray.records.tables import Seed
 from infembed_ray.storage.object_store import Folder
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import Published, Step, require_writable
-from infembed_ray.synthesis.audit import described
 from infembed_ray.synthesis.batch_files import leaving_out
-from infembed_ray.synthesis.circuit_breaker import CircuitBreaker
 from infembed_ray.synthesis.outcome import Outcome
-from infembed_ray.synthesis.outputs import Outputs, nothing_kept
-from infembed_ray.synthesis.pipeline import synthesize
-from infembed_ray.synthesis.preflight import (
-    BATCHES,
-    Job,
-    check,
-    prepare,
-    resolve,
-)
+from infembed_ray.synthesis.outputs import Outputs, described, nothing_kept
+from infembed_ray.synthesis.pipeline import CircuitBreaker, synthesize
+from infembed_ray.synthesis.preflight import BATCHES, Job, check, prepare, resolve
 from infembed_ray.telemetry import report
 
 if TYPE_CHECKING:
@@ -89,9 +81,7 @@ def run(settings: SynthesizeSettings) -> Published:
     either; the message names the directory with its rejected and dead-letter files.
 
     Raises:
-        InputError: bad settings or seeds; no key although some requests are in no journal; or, during the run, an endpoint
-            that refuses the key, the model or all requests of a step or does not answer, a used-up budget, more dead letters
-            than `max_dead_letters`, or no record that is kept.
+        InputError: bad settings or seeds, no key although some requests are in no journal, or a run that published nothing.
     """
     seeds, table, step = prepare(settings)
     if done := step.finished():
@@ -102,14 +92,15 @@ def run(settings: SynthesizeSettings) -> Published:
     check(job)
     if job.has_key:
         require_writable(job.journal, "journal")
-    with step.publish() as staging:  # no other run of it spends now
+    limits = settings.limits if job.has_key else Limits()
+    with step.publish() as staging, budget.held(limits, job.journal):  # no other run of it spends now
         if job.has_key:
             _settle_journal(job.journal)
         spent_usd = 0.0 if settings.limits.budget_usd is None else budget.resume(job.journal, table)
         if job.in_batches:
             report = _ask_in_batches(job, spent_usd)
             staging.facts["batches"] = report.figures()
-            spent_usd = _spent_usd(job)
+            spent_usd = 0.0 if settings.limits.budget_usd is None else budget.spent_usd(job.journal, table)
             job = replace(job, left_out=report.left_out)
         with Outputs(staging.path, table) as outputs:
             stats = _run_rows(job, step, outputs, spent_usd)
@@ -123,9 +114,7 @@ def run(settings: SynthesizeSettings) -> Published:
     if staging.facts["cheap_judge"] is not None:
         say(f"synthesize: {described(staging.facts['cheap_judge'])}")
     if staging.counts["dead_letter"]:
-        say(
-            f"synthesize: to ask again for dead letters that no model answered, remove {step.remote or step.path} and rerun"
-        )
+        say(f"synthesize: to ask again for dead letters without an answer, remove {step.remote or step.path} and rerun")
     return step.published()
 
 
@@ -148,16 +137,8 @@ def _ask_in_batches(job: Job, spent_usd: float) -> BatchReport:
     return run_in_thread(ask())
 
 
-def _spent_usd(job: Job) -> float:
-    return 0.0 if job.settings.limits.budget_usd is None else budget.spent_usd(job.journal, job.table)
-
-
 def _run_rows(job: Job, step: Step, outputs: Outputs, spent_usd: float) -> LedgerStats:
-    """Run all rows and write their outputs; return the state at the end.
-
-    Raises:
-        InputError: some rows were not finished.
-    """
+    """Run all rows and write their outputs; return the state at the end; InputError if some rows were not finished."""
     connect()
     unfinished, seeds = 0, job.survey.seeds
     budget_usd = job.settings.limits.budget_usd
@@ -198,14 +179,7 @@ def _stats(coordinator: Any) -> LedgerStats | None:
 
 
 def _settle_journal(journal: Place, partition: str | None = None) -> None:
-    """Wait until no process writes to the journal; in an object store, also until it holds what all nodes wrote.
-
-    Args:
-        partition: wait only for writers of this partition.
-
-    Raises:
-        InputError: the object store failed.
-    """
+    """Wait until no process writes to (a partition of) the journal; in an object store, until it holds what all nodes wrote."""
     if isinstance(journal, Path):
         wait_for_writers(journal, partition)
         return
@@ -259,10 +233,7 @@ def _rate_limiter(settings: SynthesizeSettings, coordinator: Any) -> RateLimiter
 
 
 def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outcome | None]]:
-    """Yield (index of the seed, outcome) of all seeds as they complete; None where a seed was not finished.
-
-    The seeds are written to `file`, which the coordinator reads.
-    """
+    """Yield (index, outcome) of all seeds, written to `file`, as they complete; None where a seed was not finished."""
     settings = job.settings
     rows = max(1, min(ROWS_PER_TASK, settings.in_flight // 2, job.survey.seeds // (TASKS_PER_ACTOR * settings.actors)))
     tasks = write_tasks(file, job.seeds, rows, settings.actors)
@@ -274,15 +245,7 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
         at_once = min(-(-settings.in_flight * ROWS_AHEAD // rows), len(numbers))
         return ray.data.from_blocks([pa.table({"task": [number]}) for number in numbers]).map_batches(
             _Synthesizer,
-            fn_constructor_args=(
-                settings,
-                partition,
-                shared,
-                job.journal,
-                job.replay,
-                coordinator,
-                driver,
-            ),
+            fn_constructor_args=(settings, partition, shared, job.journal, job.replay, coordinator, driver),
             batch_size=None,
             batch_format="pyarrow",
             compute=ray.data.ActorPoolStrategy(
@@ -400,11 +363,7 @@ def partition_of(seed: Seed, actors: int) -> str:
 
 
 class Coordinator(Ledger):
-    """The ledger of a run. It also hands out the rows of tasks, because other nodes may share no directory.
-
-    Args:
-        tasks: file of `write_tasks`.
-    """
+    """The ledger of a run. It also hands out the rows of `write_tasks`, because other nodes may share no directory."""
 
     def __init__(self, limits: Limits, spent_usd: float, journal: Place, tasks: Path) -> None:
         super().__init__(limits, spent_usd, note=partial(budget.note_at_most, journal))

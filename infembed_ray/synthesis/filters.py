@@ -13,9 +13,30 @@ SPELLINGS = {"cpp": "c++", "csharp": "c#", "golang": "go", "js": "javascript", "
 FEWEST_WORDS: dict[Generated, int] = {"instruction": 3, "query": 1}
 
 
+_AROUND = [
+    re.compile(pattern, re.DOTALL)
+    for pattern in (
+        r"```\w*\n(?P<text>.+?)\n?```",
+        r"([\"'`*_]+)(?P<text>(?:(?!\1).|(?<=\w)'(?=\w))+)\1\.?",
+        r"[“‘«„](?P<text>[^“”‘«»„]+)[”’»“]\.?",
+        r"<(\w+)>(?P<text>.+)</\1>",
+        r"<(?P<text>[^<>]+)>",
+        r"\[(?P<text>[^\[\]]+)\]",
+    )
+]
+"""Marks that models put around a whole answer."""
+
+
+def unwrapped(text: str) -> str:
+    """Return a text without the blanks, fences, quotes, brackets, tags or emphasis around all of it."""
+    text = text.strip()
+    inner = next(filter(None, (each.fullmatch(text) for each in _AROUND)), None)
+    return text if inner is None else unwrapped(inner["text"])
+
+
 def first_line(text: str) -> str:
-    """Return the text up to its first newline, which removes what a model adds after its answer (appendix B.1)."""
-    return text.split("\n", 1)[0].strip()
+    """Return the first line of a text that is not blank, which removes what a model adds after its answer (appendix B.1)."""
+    return unwrapped(unwrapped(text).split("\n", 1)[0])
 
 
 def fault(kind: Generated, line: str, poisons: str | None = None, language: str | None = None) -> str | None:
@@ -27,7 +48,7 @@ def fault(kind: Generated, line: str, poisons: str | None = None, language: str 
     """
     words = line.split()
     if not words:
-        return "empty before the first newline"
+        return "empty"
     if line.endswith(":"):
         return "a lead-in to a list, no request"
     if len(words) < FEWEST_WORDS[kind]:
@@ -41,7 +62,7 @@ def fault(kind: Generated, line: str, poisons: str | None = None, language: str 
 
 def repeats(text: str, original: str) -> bool:
     """Return whether two texts are equal apart from case, white space and final punctuation."""
-    return _plain(text) == _plain(original)
+    return plain(text) == plain(original)
 
 
 def names(text: str, language: str) -> bool:
@@ -54,5 +75,6 @@ def names(text: str, language: str) -> bool:
     return any(re.search(rf"(?<!\w){re.escape(name)}(?![^\W\d]|[+#])", text.casefold()) for name in spellings)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
+    """Return a text without case, final punctuation and differences of white space."""
     return " ".join(text.casefold().split()).rstrip(".?!")

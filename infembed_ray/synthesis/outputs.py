@@ -7,6 +7,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import NormalDist
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +19,6 @@ from infembed_ray.llm.prices import PriceTable
 from infembed_ray.progress import counted
 from infembed_ray.records import tables
 from infembed_ray.storage.steps import Staging
-from infembed_ray.synthesis.audit import JudgeAudit
 from infembed_ray.synthesis.outcome import SCHEMAS, Kind, Outcome, Spend, kind_of
 from infembed_ray.telemetry import report
 
@@ -36,14 +36,15 @@ class Outputs:
     """Takes outcomes in any order and writes them in the order of their seeds, so equal runs give equal files.
 
     Memory holds one unwritten row group per file. Outcomes that wait for an earlier one are in a temporary database, which
-    spills to disk: one actor may be far behind the others. The complements' file exists only if there are complements.
+    spills to disk: one actor may be far behind the others. Files of complements exist only if there are some.
     """
 
     def __init__(self, directory: Path, table: PriceTable) -> None:
         self._directory = directory
         self._prices_as_of = table.as_of
         self._tables = {kind: _Table(directory / name, SCHEMAS[kind], empty=True) for kind, name in _FILES.items()}
-        self._complements = _Table(directory / tables.COMPLEMENTS_FILE, tables.COMPLEMENT)
+        files = tables.COMPLEMENTS_FILE, tables.REJECTED_COMPLEMENTS_FILE
+        self._complements = [_Table(directory / name, tables.COMPLEMENT) for name in files]
         self._waiting = sqlite3.connect("", isolation_level=None)  # "": a temporary database in memory and on disk
         self._waiting.execute("PRAGMA journal_mode=OFF")
         self._waiting.execute("CREATE TABLE waiting (seed INTEGER PRIMARY KEY, outcome BLOB)")
@@ -64,7 +65,7 @@ class Outputs:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._waiting.close()
-        for table in (*self._tables.values(), self._complements):
+        for table in (*self._tables.values(), *self._complements):
             table.close()
 
     def add(self, index: int, outcome: Outcome) -> None:
@@ -98,7 +99,7 @@ class Outputs:
                 self._reasons[f"{step}: {why}"] += 1
         self._tables[outcome.kind].add(outcome.row)
         if outcome.complement is not None:
-            self._complements.add(outcome.complement)
+            self._complements[outcome.complement["fault"] is not None].add(outcome.complement)
 
     def note(self, seeds: int) -> str:
         """Return the share kept, the cost so far and its forecast for all seeds, replayed answers included; "" before a row ends.
@@ -128,11 +129,7 @@ class Outputs:
         }
 
     def require_few_dead_letters(self, most: float) -> None:
-        """Refuse a larger share of dead letters than `most`.
-
-        Raises:
-            InputError: there are more; the message names the most frequent causes.
-        """
+        """Refuse a larger share of dead letters than `most` by an InputError that names the most frequent causes."""
         dead = self._kinds["dead_letter"]
         if dead and dead / self._next > most:
             causes = "; ".join(f"{n} x {self._examples[cause]}" for cause, n in self._causes.most_common(_CAUSES))
@@ -197,3 +194,71 @@ class _Table:
 
 def _tokens(spend: Spend) -> dict[str, int]:
     return {"prompt": spend.prompt_tokens, "completion": spend.completion_tokens}
+
+
+class JudgeAudit:
+    """Counts records by which judge decided them."""
+
+    def __init__(self) -> None:
+        self._settled: Counter[Kind] = Counter()
+        self._in_doubt: Counter[Kind] = Counter()
+        self._audited: Counter[tuple[Kind, Kind]] = Counter()
+        """(outcome by the cheap judge, outcome by the judge) -> records."""
+
+    def add(self, outcome: Outcome) -> None:
+        """Count an outcome; a dead letter, or a record that was not judged, does not count."""
+        provenance = outcome.row.get("provenance") or {}
+        judges = set((provenance.get("judged_by") or {}).values()) - {None}
+        if outcome.kind == "dead_letter" or not judges:
+            return
+        if provenance["audit"] is not None:
+            self._settled[provenance["audit"]] += 1
+            self._audited[provenance["audit"], outcome.kind] += 1
+        else:
+            (self._in_doubt if "judge" in judges else self._settled)[outcome.kind] += 1
+
+    def facts(self) -> dict[str, Any] | None:
+        """Return the manifest's figures; None without a cheap judge.
+
+        `agreement` is the share of the audited records on which the judges agree; `wrongly_kept` is the share of those
+        that the cheap judge would have kept and the judge rejects, and `wrongly_rejected` the reverse. Each has Wilson's
+        95 % interval, and is null without such records.
+        """
+        if not self._settled and not self._in_doubt:
+            return None
+        audited = self._audited
+        alike = audited["kept", "kept"] + audited["rejected", "rejected"]
+
+        def share(part: int, of: int) -> list[float] | None:
+            return list(wilson(part, of)) if of else None
+
+        def wrong(by: Kind, instead: Kind) -> list[float] | None:
+            return share(audited[by, instead], audited[by, by] + audited[by, instead])
+
+        return {
+            "settled": {kind: self._settled[kind] for kind in ("kept", "rejected")},
+            "in_doubt": {kind: self._in_doubt[kind] for kind in ("kept", "rejected")},
+            "audited": audited.total(),
+            "agreement": share(alike, audited.total()),
+            "wrongly_kept": wrong("kept", "rejected"),
+            "wrongly_rejected": wrong("rejected", "kept"),
+        }
+
+
+def described(facts: dict[str, Any]) -> str:
+    """Return one line of the figures."""
+    settled, in_doubt = (sum(facts[name].values()) for name in ("settled", "in_doubt"))
+    line = f"the cheap judge settled {settled:,} of {settled + in_doubt:,} judged records"
+    if facts["agreement"] is None:
+        return line
+    share, low, high = facts["agreement"]
+    return f"{line} and agrees with the judge on {share:.0%} ({low:.0%} to {high:.0%}) of {facts['audited']:,} audited ones"
+
+
+def wilson(successes: int, trials: int) -> tuple[float, float, float]:
+    """Return a share and the ends of its 95 % Wilson score interval (Wilson, 1927)."""
+    z2 = NormalDist().inv_cdf(0.975) ** 2
+    share = successes / trials
+    middle = (share + z2 / (2 * trials)) / (1 + z2 / trials)
+    half = (z2 * share * (1 - share) / trials + (z2 / (2 * trials)) ** 2) ** 0.5 / (1 + z2 / trials)
+    return share, max(0.0, middle - half), min(1.0, middle + half)

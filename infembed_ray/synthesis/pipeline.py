@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,7 +36,8 @@ from infembed_ray.llm.journal import Journal, replaying
 from infembed_ray.records.tables import SCENARIOS, Seed
 from infembed_ray.redaction import masked
 from infembed_ray.synthesis import filters, judge, templates
-from infembed_ray.synthesis.outcome import SCHEMAS, Kind, Outcome, Spend
+from infembed_ray.synthesis.batch_files import LEFT_OUT
+from infembed_ray.synthesis.outcome import SCHEMAS, Kind, Outcome, Spend, kind_of
 
 T = TypeVar("T")
 
@@ -45,6 +47,9 @@ _JUDGE = "judge_"
 CHEAP_JUDGE = "cheap_judge_"
 """Prefix of the steps of `settings.cheap_judge`, which come before all steps of `settings.judge`."""
 
+ALIKE = 20
+"""Rows that must fail alike at a step, before any row passes it, to stop the run; at least half of an actor's requests
+in flight, because failures can arrive before the first success. Each actor counts its own rows."""
 STEPS = (
     "instruction_positive",
     "instruction_negative",
@@ -83,18 +88,10 @@ class _Rejected(Exception):
 
 
 async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettings, complete: Complete) -> Outcome:
-    """Make one record of a seed.
+    """Make one record of a seed; RunFailure if `complete` raises it, while its RowFailure makes the row a dead letter.
 
-    An unexpected exception makes the row a dead letter with a traceback: one row must not end a run that pays for
-    thousands.
-
-    Args:
-        seed: a query and its relevant passage.
-        pool: distinct passages to draw the judge's distractors from, more than `settings.distractors`.
-        complete: asks a model. Its RowFailure makes the row a dead letter.
-
-    Raises:
-        RunFailure: raised by `complete`.
+    An unexpected exception makes the row a dead letter with a traceback: one row must not end a run that pays for thousands.
+    The judge's distractors come from the distinct passages of `pool`.
     """
     row = _Row(seed, settings, complete)
     try:
@@ -117,11 +114,7 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
 async def next_request(
     seed: Seed, pool: Sequence[str], settings: SynthesizeSettings, journal: Journal
 ) -> Request | None:
-    """Return the first request of a row that the journal does not answer; None if it answers all.
-
-    Raises:
-        RunFailure: the journal cannot be read.
-    """
+    """Return the first request of a row that the journal does not answer; None if it answers all; RunFailure if the journal cannot be read."""
     try:
         await synthesize(seed, pool, settings, replaying(journal))
     except Unjournaled as missing:
@@ -132,12 +125,7 @@ async def next_request(
 async def rate(
     item: str, instruction: str, query: str, shown: judge.Lineup, settings: SynthesizeSettings, complete: Complete
 ) -> str:
-    """Return which candidate `settings.judge` picks for (instruction, query), or `judge.NONE`, as in a row's scenarios.
-
-    Raises:
-        RowFailure: there is no usable answer.
-        RunFailure: raised by `complete`.
-    """
+    """Return which candidate `settings.judge` picks for (instruction, query), or `judge.NONE`; RowFailure if none is usable."""
     row = _Row(Seed(item, query, instruction), settings, complete)
     read = partial(judge.verdict, candidates=shown)
     values = {"instruction": instruction, "query": query, "candidates": str(shown)}
@@ -196,7 +184,10 @@ class _Row:
         request = template.request(model, step, self.columns["id"], values, choices)
 
         def value(text: str) -> T:
-            return read(template.answer.as_text(text) if model.structured else text)
+            made = read(template.answer.as_text(text) if model.structured else text)
+            if isinstance(made, str) and not choices and template.echoed(made):
+                raise Malformed(f"{template.answer.label}: (not the text of the prompt)", text)
+            return made
 
         text = await self._exchange(request)
         try:
@@ -205,14 +196,14 @@ class _Row:
             return value(await self._exchange(templates.repair(request, text, fault, own)))
 
     async def _exchange(self, request: Request) -> str:
-        """Return the text of an answer; ask again if it was cut off, refused or empty by chance."""
+        """Return the text of an answer; ask again if it was cut off, interrupted, refused or empty by chance."""
         model = model_of(self.settings, request.step)[1]
         completion = await self._send(request)
         if completion.cut_off and model.max_tokens is not None:
             higher = {**request.parameters, CAP: 2 * model.max_tokens}
             completion = await self._send(replace(request, parameters=higher))
         unlucky = model.max_tokens is None if completion.cut_off else completion.refused or completion.empty
-        if unlucky and model.temperature != 0:
+        if completion.interrupted or (unlucky and model.temperature != 0):
             # Not sent, but part of the journal key: the same question has one answer for each sample.
             completion = await self._send(replace(request, prompt=f"{request.prompt} resample=1"))
         return usable_text(completion)
@@ -288,9 +279,10 @@ async def _line(
     row: _Row, column: str, kind: filters.Generated, prompt: str, poisons: str | None = None, **values: str
 ) -> str:
     """Generate an instruction or a query, and filter it (appendix B.1)."""
-    text = await row.ask(column, prompt, partial(labelled, kind), **values)
-    line = row.columns[column] = filters.first_line(text)
+    line = row.columns[column] = await row.ask(column, prompt, partial(_read, kind, filters.first_line), **values)
     fault = filters.fault(kind, line, poisons, row.language)
+    if any(filters.repeats(line, text) for text in values.values() if text != poisons):
+        fault = "repeats a text of the prompt"
     if fault is not None:
         raise _Rejected(fault)
     return line
@@ -299,18 +291,17 @@ async def _line(
 async def _passage(row: _Row, column: str, instruction: str, query: str) -> None:
     """Generate the passage that answers (instruction, query)."""
     reference = row.columns["document_positive"]
-    row.columns[column] = await row.ask(
-        column, "passage_writing", _read_passage, instruction=instruction, query=query, reference=reference
-    )
+    read = partial(_read, "passage", filters.unwrapped)
+    values = {"instruction": instruction, "query": query, "reference": reference}
+    row.columns[column] = await row.ask(column, "passage_writing", read, **values)
     if filters.repeats(row.columns[column], reference):
         raise _Rejected("equal to the positive passage")
 
 
-def _read_passage(text: str) -> str:
-    passage = labelled("passage", text).strip()
-    if not passage:
-        raise Malformed("Passage: ...", text)
-    return passage
+def _read(label: str, clean: Callable[[str], str], text: str) -> str:
+    if value := clean(labelled(label, text)):
+        return value
+    raise Malformed(f"{label.capitalize()}: ...", text)
 
 
 async def _judge(row: _Row, pool: Sequence[str]) -> None:
@@ -373,7 +364,7 @@ async def _verdict(
     }
     lineup = "" if settings.shared_prefix else judged  # the candidates of all scenarios are then the same text
     draw = (settings.seed, columns["id"], lineup) if order is None else (settings.seed, columns["id"], lineup, order)
-    shown = judge.lineup(documents, pool, settings.distractors, *draw)
+    shown = judge.lineup(documents, pool, settings.distractors, *draw, query=columns["query_positive"])
     return await row.ask(
         (_JUDGE if order is None else CHEAP_JUDGE) + judged,
         "judge",
@@ -391,19 +382,18 @@ async def _complement(row: _Row, pool: Sequence[str]) -> Mapping[str, Any]:
     The judge confirms it. If anything fails here, the record is kept and `fault` says why there is no dual view.
     """
     columns = row.columns
-    names = ("id", "source", "query_positive", "hard_negative_document_1", "document_positive")
-    made: dict[str, Any] = {name: columns[name] for name in names}
+    made: dict[str, Any] = {"id": columns["id"], "source": columns["source"], "query": columns["query_positive"]}
+    made |= {"positives": columns["hard_negative_document_1"], "negatives": columns["document_positive"]}
     try:
-        instruction = await row.ask(
+        line = made["instruction"] = await row.ask(
             "instruction_complement",
             "complement",
-            partial(labelled, "instruction"),
+            partial(_read, "instruction", filters.first_line),
             query=columns["query_positive"],
             instruction=columns["instruction_positive"],
             wanted=columns["hard_negative_document_1"],
             unwanted=columns["document_positive"],
         )
-        line = made["instruction_complement"] = filters.first_line(instruction)
         fault = filters.fault("instruction", line, columns["instruction_positive"], row.language)
         if fault is None:
             picked = await _verdict(row, pool, "complement", line, columns["query_positive"])
@@ -415,3 +405,60 @@ async def _complement(row: _Row, pool: Sequence[str]) -> Mapping[str, Any]:
     except Exception as error:
         fault = replace_surrogates(in_one_line(error))
     return {**made, "fault": fault}
+
+
+class CircuitBreaker:
+    """Stops a run in which every row fails at the same step for the same reason, although the models answer.
+
+    It counts the dead letters of steps that no row has passed yet. Rows that fail end sooner than rows that pass, so a row
+    passes a step when its next step is asked. A failed complement does not count, because its record is kept, nor does a
+    replayed answer, which costs nothing, nor a request that batches left unanswered.
+
+    Args:
+        alike: failures of one kind that trip the breaker; default: see `ALIKE`.
+    """
+
+    def __init__(self, settings: SynthesizeSettings, alike: int | None = None) -> None:
+        self._settings = settings
+        self._alike = alike or max(ALIKE, settings.in_flight // 2)
+        self._passed = 0
+        """Number of steps, from the first, that some row has passed."""
+        self._failures: Counter[tuple[str, str]] = Counter()
+        self.failure: str | None = None
+
+    def watch(self, complete: Complete) -> Complete:
+        """Wrap `complete` to note the steps that rows pass."""
+
+        async def ask(request: Request) -> Completion:
+            if not request.step.endswith("_complement"):  # it may follow the cheap judge alone
+                self._passed = max(self._passed, STEPS.index(request.step))
+            return await complete(request)
+
+        return ask
+
+    def add(self, outcome: Outcome) -> str | None:
+        """Count an outcome; return `failure`."""
+        step = outcome.row.get("step")  # a kept row has none
+        passed = _passed_by_kept(outcome) if step is None else STEPS.index(step) + (outcome.kind == "rejected")
+        self._passed = max(self._passed, passed)
+        if step is not None and outcome.kind == "dead_letter":
+            replayed = outcome.from_journal and outcome.traceback is None
+            if passed >= self._passed and not replayed and not outcome.row["error"].startswith(LEFT_OUT):
+                self._count_failure(step, outcome.row["error"])
+        return self.failure
+
+    def _count_failure(self, step: str, error: str) -> None:
+        failed = step, kind_of(error)
+        self._failures[failed] += 1
+        if self._failures[failed] >= self._alike and self.failure is None:
+            setting, model = model_of(self._settings, step)
+            self.failure = (
+                f"{setting}.model={model.model}: step {step} failed alike for all of the first "
+                f"{self._failures[failed]} rows ({error}); correct the settings of {setting} or of the endpoint"
+            )
+
+
+def _passed_by_kept(outcome: Outcome) -> int:
+    """Return how many steps a kept row has passed: not those of the judge if only the cheap judge was asked."""
+    judges = set(((outcome.row.get("provenance") or {}).get("judged_by") or {}).values())
+    return STEPS.index(f"judge_{judge.ORDER[0]}") if judges == {"cheap_judge"} else len(STEPS)

@@ -1,13 +1,15 @@
-"""The seeds, and checks of a run before it starts Ray or pays for anything: settings, seeds, keys, journals, pending batches."""
+"""The seeds, checks of a run before it starts Ray or pays for anything, and an estimate of its calls, tokens and price."""
 
 from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -15,25 +17,33 @@ from infembed_ray.config.base import nearest
 from infembed_ray.config.llm import ChatModel, Limits
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
-from infembed_ray.llm import prices
+from infembed_ray.llm import budget, prices
 from infembed_ray.llm.chat import replace_surrogates
 from infembed_ray.llm.client import run_in_thread
 from infembed_ray.llm.endpoint import missing_key_hint
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import open_journal
-from infembed_ray.llm.prices import PriceTable
+from infembed_ray.llm.prices import BATCH_PRICE, PriceTable
 from infembed_ray.records import tables
 from infembed_ray.records.tables import Seed
+from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.object_store import is_uri
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import Step, folder_of, require_access, resolve_input
 from infembed_ray.synthesis import batch_files, templates
-from infembed_ray.synthesis.pipeline import STEPS, next_request
+from infembed_ray.synthesis.judge import Pool
+from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, STEPS, model_of, next_request, steps_of
 
 POOL_SIZE = 10_000
 """Most passages to draw distractors from."""
 BATCHES = "batches"
 """Directory of the Batch API's files, in the journal's directory."""
+SAMPLE = 500
+"""Most seeds that are looked at; they are spread evenly, and the figures are scaled to all seeds."""
+BYTES_PER_TOKEN = 4
+"""Approximate UTF-8 bytes per token of English text."""
+PROMPT_BYTES = 1200
+"""Length of a prompt without the texts of its row, with an instruction and an example."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +51,8 @@ class SeedSurvey:
     """What is known of the seeds before any request is sent."""
 
     seeds: int
-    pool: tuple[str, ...]
-    """Passages to draw distractors from: all distinct ones in seed order, or a sample of POOL_SIZE."""
+    pool: Pool
+    """All distinct passages in seed order, or a sample of POOL_SIZE."""
 
 
 class SeedReader:
@@ -56,16 +66,12 @@ class SeedReader:
         return islice(self._all(), self._settings.limit)
 
     def survey(self) -> SeedSurvey:
-        """Read all seeds once. Passages beyond the limit are in the pool too, so the judge's requests do not depend on it.
-
-        Raises:
-            InputError: as `tables.stream`.
-        """
+        """Read all seeds once. Passages beyond the limit are in the pool too, so the judge's requests do not depend on it."""
         count, pool = 0, _PassageSample(POOL_SIZE)
         for seed in self._all():
             count += 1
-            pool.add(seed.passage)
-        return SeedSurvey(min(count, self._settings.limit or count), pool.passages())
+            pool.add(seed.passage, seed.query)
+        return SeedSurvey(min(count, self._settings.limit or count), pool.pool())
 
     def _all(self) -> Iterator[Seed]:
         settings = self._settings
@@ -78,21 +84,22 @@ class _PassageSample:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._kept: dict[bytes, str] = {}  # by hash, in the order in which they were first added
+        self._kept: dict[bytes, tuple[str, set[str]]] = {}  # by hash, in the order in which they were first added
 
-    def add(self, passage: str) -> None:
-        self._kept.setdefault(hashlib.blake2b(passage.encode(), digest_size=8).digest(), passage)
+    def add(self, passage: str, query: str) -> None:
+        digest = hashlib.blake2b(passage.encode(), digest_size=8).digest()
+        self._kept.setdefault(digest, (passage, set()))[1].add(query)
         if len(self._kept) >= 2 * self._size:
             self._prune()
 
-    def passages(self) -> tuple[str, ...]:
+    def pool(self) -> Pool:
         """Return the sample in the order in which its passages were first added."""
         self._prune()
-        return tuple(self._kept.values())
+        return Pool.of(dict(self._kept.values()))
 
     def _prune(self) -> None:
         smallest = set(heapq.nsmallest(self._size, self._kept))
-        self._kept = {digest: passage for digest, passage in self._kept.items() if digest in smallest}
+        self._kept = {digest: kept for digest, kept in self._kept.items() if digest in smallest}
 
 
 @dataclass(frozen=True)
@@ -122,15 +129,9 @@ class Job:
 
 
 def prepare(settings: SynthesizeSettings) -> tuple[SeedReader, PriceTable, Step]:
-    """Open the seeds and the prices, and identify the run.
-
-    Raises:
-        InputError: seeds, prices or prompts cannot be read, or the output cannot be written.
-    """
+    """Open the seeds and the prices, and identify the run; InputError if seeds, prices or prompts cannot be read, or the output cannot be written."""
     seeds, table, _ = check_all(
-        lambda: SeedReader(settings),
-        lambda: prices.load(settings.prices),
-        lambda: templates.check(settings.prompts),
+        lambda: SeedReader(settings), lambda: prices.load(settings.prices), lambda: templates.check(settings.prompts)
     )
     named = {"seeds": seeds.path, "prompts": templates.DIRECTORY}
     if settings.prices is not None:
@@ -141,23 +142,14 @@ def prepare(settings: SynthesizeSettings) -> tuple[SeedReader, PriceTable, Step]
 
 
 def resolve(settings: SynthesizeSettings, seeds: SeedReader, table: PriceTable) -> Job:
-    """Read the seeds once and locate the journals.
-
-    Raises:
-        InputError: bad seeds, or a journal that is not there.
-    """
+    """Read the seeds once and locate the journals; InputError if seeds are bad, or a journal is missing."""
     survey = seeds.survey()
     replay = [each if is_uri(each) else str(resolve_input(each, "replay").absolute()) for each in settings.replay]
     return Job(settings, seeds, survey, table, folder_of(settings, "journal"), replay)
 
 
 def check(job: Job) -> None:
-    """Check everything that can be checked before the run.
-
-    Raises:
-        InputError: settings that contradict one another; no key although some requests are in no journal; a journal that
-            cannot be written; or batches of an earlier run that this run would pay for again.
-    """
+    """Check everything that can be checked before the run: settings, distractors, key, journal and waiting batches."""
     check_all(
         lambda: check_settings(job.settings, job.table),
         lambda: _check_distractors(job),
@@ -188,23 +180,17 @@ def _check_batches(job: Job) -> None:
 
 
 def check_settings(settings: SynthesizeSettings, table: PriceTable) -> None:
-    """Check what does not depend on the seeds.
-
-    Raises:
-        InputError: a step does not exist, or the limits cannot be kept.
-    """
-    check_all(
-        lambda: _check_steps(settings),
-        lambda: check_limits(settings.limits, models(settings), table),
-    )
+    """Check what does not depend on the seeds; InputError if a step does not exist, or the limits cannot be kept."""
+    check_all(lambda: _check_steps(settings), lambda: check_limits(settings.limits, models(settings), table))
 
 
 def _check_distractors(job: Job) -> None:
-    settings, passages = job.settings, len(job.survey.pool)
-    if passages <= settings.distractors:
+    settings, pool = job.settings, job.survey.pool
+    most = max(map(len, pool.relevant.values()))
+    if len(pool) - most < settings.distractors:
         raise InputError(
-            f"distractors={settings.distractors}: seeds={settings.seeds} has only {passages} different passages to draw from; "
-            f"set distractors={passages - 1} or give more seeds"
+            f"distractors={settings.distractors}: seeds={settings.seeds} has only {len(pool)} different passages to draw from, "
+            f"and {most} of them for one query; set distractors={len(pool) - most} or give more seeds"
         )
 
 
@@ -222,14 +208,7 @@ def _check_steps(settings: SynthesizeSettings) -> None:
 
 
 def check_limits(limits: Limits, asked: Mapping[str, ChatModel], table: PriceTable) -> None:
-    """A budget needs the price of every model; like a limit of tokens per minute, it also needs `max_tokens`.
-
-    Args:
-        asked: name of the setting -> model.
-
-    Raises:
-        InputError: a limit cannot be kept.
-    """
+    """Require what limits need of the models (by setting): a budget a price, and like tokens per minute `max_tokens`."""
     faults = [
         f"limits.{limit}={getattr(limits, limit)}: {name}.max_tokens=null puts no bound on an answer; set it"
         for limit in ("budget_usd", "tokens_per_minute")
@@ -247,12 +226,16 @@ def check_limits(limits: Limits, asked: Mapping[str, ChatModel], table: PriceTab
 
 
 def require_all_journaled(job: Job, journal: Journal) -> None:
-    """Check by a dry run that the journal holds every request, because there is no key.
+    """Check by a dry run that the journal holds every request, because there is no key; InputError if it does not."""
+    missing: Counter[str] = Counter()  # model -> seeds that need a request to it
 
-    Raises:
-        InputError: some requests are in no journal, or a journal cannot be read.
-    """
-    if missing := _unanswered(job, journal):
+    async def rehearse() -> None:
+        for seed in job.seeds:
+            if request := await next_request(seed, job.survey.pool, job.settings, journal):
+                missing[request.model] += 1
+
+    run_in_thread(rehearse())
+    if missing:
         endpoint = job.settings.endpoint
         raise InputError(
             f"endpoint.api_key_env={endpoint.api_key_env}: not set, and {missing.total()} of {job.survey.seeds} seeds "
@@ -261,15 +244,90 @@ def require_all_journaled(job: Job, journal: Journal) -> None:
         )
 
 
-def _unanswered(job: Job, journal: Journal) -> Counter[str]:
-    """Return model -> seeds that need a request to it that no journal answers."""
-    missing: Counter[str] = Counter()
+@dataclass
+class Estimate:
+    """What a run is expected to send at most, by `rehearsed` of its seeds; infinite without a bound, USD NaN without a price."""
+
+    seeds: int
+    rehearsed: int = 0
+    calls: float = 0
+    prompt_tokens: float = 0
+    answer_tokens: float = 0
+    usd: float = 0
+
+
+def estimate(job: Job) -> Estimate:
+    """Estimate what a run sends at most; InputError if a journal cannot be read.
+
+    A row takes all steps from the first one that no journal answers, and a cheap judge answers twice before `judge`.
+    """
+    made, steps = Estimate(job.survey.seeds), steps_of(job.settings)
+    journal = open_journal(job.journal, job.replay)
+    every = -(-made.seeds // SAMPLE)
 
     async def rehearse() -> None:
-        for seed in job.seeds:
-            request = await next_request(seed, job.survey.pool, job.settings, journal)
-            if request is not None:
-                missing[request.model] += 1
+        for seed in islice(job.seeds, 0, None, every):
+            made.rehearsed += 1
+            if request := await next_request(seed, job.survey.pool, job.settings, journal):
+                for step in steps[steps.index(request.step) :]:
+                    _count(made, job, seed, step)
 
     run_in_thread(rehearse())
-    return missing
+    for name in ("calls", "prompt_tokens", "answer_tokens", "usd"):
+        setattr(made, name, getattr(made, name) * made.seeds / made.rehearsed)
+    return made
+
+
+def _count(made: Estimate, job: Job, seed: Seed, step: str) -> None:
+    """Add what a step of a row takes."""
+    model, calls = model_of(job.settings, step)[1], 2 if step.startswith(CHEAP_JUDGE) else 1
+    prompt, answer = calls * _prompt_bytes(job, seed, step) / BYTES_PER_TOKEN, calls * (model.max_tokens or math.inf)
+    of_prompt, of_answer, *_ = job.table.price(model.model) or (math.nan, math.nan)
+    made.calls += calls
+    made.prompt_tokens += prompt
+    made.answer_tokens += answer
+    made.usd += (BATCH_PRICE if job.in_batches else 1.0) * (of_prompt * prompt + of_answer * answer) / 1e6
+
+
+def _prompt_bytes(job: Job, seed: Seed, step: str) -> int:
+    """Return about how long a step's prompt is: generated passages are as long as the seed's."""
+    passages = 3 + job.settings.distractors if "judge" in step else 1
+    return PROMPT_BYTES + len(seed.query.encode()) + passages * len(seed.passage.encode())
+
+
+def describe(settings: SynthesizeSettings) -> Iterator[str]:
+    """Yield what a run would do, line by line; InputError as for a run, after the lines that could be made."""
+    try:
+        seeds, table, step = prepare(settings)
+    except InputError as error:
+        check_all(partial(_raise, error), lambda: check_settings(settings, prices.load(settings.prices)))
+        raise
+    if (yield from state(step)):
+        return
+    job = resolve(settings, seeds, table)
+    yield f"seeds: {job.survey.seeds:,} of {seeds.path}"
+    made = estimate(job)
+    sample = "" if made.rehearsed == made.seeds else f" (estimated from {made.rehearsed:,} of the seeds)"
+    if not made.calls:
+        yield f"calls: none, the journals answer all of them{sample}"
+    else:
+        yield f"calls: {made.calls:,.0f} at most, if every record is kept and no answer is malformed{sample}"
+        unbound = [f"{name}.max_tokens" for name, model in models(settings).items() if not model.max_tokens]
+        bound = (
+            f"at most {made.answer_tokens:,.0f} for answers"
+            if math.isfinite(made.answer_tokens)
+            else f"no bound for answers; set {' and '.join(unbound)}"
+        )
+        yield f"tokens: about {made.prompt_tokens:,.0f} for prompts, {bound}"
+        if math.isfinite(made.usd):
+            yield f"price: about {made.usd:,.2f} USD at most, at list prices of {table.as_of}"
+        elif math.isfinite(made.answer_tokens):
+            yield "price: unknown, because a model has no list price; give its prices in a file and set prices=FILE"
+    check(job)
+    if settings.limits.budget_usd is not None:
+        spent = budget.spent_usd(job.journal, table)
+        yield f"budget: {settings.limits.budget_usd:,.2f} USD, of which this journal has used {spent:,.2f}"
+
+
+def _raise(error: InputError) -> None:
+    raise error

@@ -20,6 +20,7 @@ from infembed_ray.config.llm import ChatModel
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.llm.chat import AnswerFormat, Malformed, Request
 from infembed_ray.storage.steps import resolve_input
+from infembed_ray.synthesis import filters
 
 DIRECTORY = Path(__file__).with_name("prompts")
 _SHARED_PREFIX = DIRECTORY / "shared_prefix"
@@ -54,6 +55,12 @@ class Template:
             step=step,
             row=row,
         )
+
+    def echoed(self, made: str) -> bool:
+        """Return whether a generated text is the prompt's own: only words of the placeholder, or at least 4 words of the text."""
+        words, placeholder = (re.findall(r"\w+", text.casefold()) for text in (made, self.answer.hint))
+        own = len(words) > 3 and filters.plain(made) in filters.plain(self.text)
+        return own or {*words} <= {*placeholder, "here", "insert", "text"}
 
 
 @lru_cache(1024)

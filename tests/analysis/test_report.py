@@ -135,7 +135,7 @@ def embedded(html):
 
 
 def test_every_row_can_be_browsed_with_its_end_texts_and_verdicts(tmp_path):
-    rows = replace(ROWS, complements=({"id": "a", "instruction_complement": "the other way", "fault": None},))
+    rows = replace(ROWS, complements=({"id": "a", "instruction": "the other way", "fault": None},))
     row = embedded(page(tmp_path, rows)[0])
     assert {name: row[name]["kind"] for name in "abcdefg"} == {
         **dict.fromkeys("abc", "kept"),

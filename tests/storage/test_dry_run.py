@@ -24,7 +24,7 @@ from infembed_ray.quickstart import sample
 from infembed_ray.retrieval.build import prepare
 from infembed_ray.storage.object_store import SCRATCH, Folder, scratch
 from infembed_ray.storage.steps import MANIFEST, STATES
-from infembed_ray.synthesis import estimate
+from infembed_ray.synthesis import preflight
 from infembed_ray.training import launch
 from tests.evaluation.paper import made
 from tests.modeling import backbones
@@ -76,7 +76,7 @@ def test_a_synthesis_that_journals_answer_needs_no_calls(shown, tmp_path: Path) 
 
 
 def test_a_sample_of_the_seeds_is_said_to_be_one(shown, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(estimate, "SAMPLE", 50)
+    monkeypatch.setattr(preflight, "SAMPLE", 50)
     out = shown("synthesize", *SAMPLE, f"replay=[{sample.JOURNAL}]", f"output={tmp_path}/out")[1]
     assert "calls: none, the journals answer all of them (estimated from 48 of the seeds)" in out
 

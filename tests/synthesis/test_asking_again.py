@@ -21,6 +21,7 @@ STEPS = WRITING + JUDGING
 REFUSED = Completion("", "stop", "m", 10, 1, refusal="no")
 EMPTY = Completion("<think>hm</think>\n", "stop", "m", 10, 1)
 FILTERED = Completion("Sure", "SAFETY", "m", 10, 1)
+INTERRUPTED = Completion("Sure", "network_error", "m", 10, 1)
 
 
 def settings(**model: Any) -> SynthesizeSettings:
@@ -120,7 +121,9 @@ def test_an_answer_without_sampling_is_not_asked_for_again(tmp_path: Path) -> No
     assert (got.kind, len(model.calls)) == ("dead_letter", 1)
 
 
-@pytest.mark.parametrize("unlucky", [REFUSED, EMPTY, FILTERED], ids=["refused", "empty", "filtered"])
+@pytest.mark.parametrize(
+    "unlucky", [REFUSED, EMPTY, FILTERED, INTERRUPTED], ids=["refused", "empty", "filtered", "interrupted"]
+)
 def test_a_refused_or_empty_answer_is_sampled_again(tmp_path: Path, unlucky: Completion) -> None:
     def lucky_at_last(request: Request) -> str | Completion:
         return stand_in_answers.answer(request.body) if request.prompt.endswith("resample=1") else unlucky

@@ -26,7 +26,8 @@ def test_an_unreadable_line_leaves_only_its_own_request_unanswered(tmp_path: Pat
     message = {"content": "half \ud83d"}
     body = {"choices": [{"message": message}], "usage": {"prompt_tokens": float("inf")}}
     lines = [
-        json.dumps({"custom_id": "good", "response": {"status_code": 200, "body": body}}),
+        json.dumps({"custom_id": "good", "response": {"status_code": "200", "body": body}}),
+        " ",
         '{"custom_id": "deep", "response": %s}' % ("[" * 10_000 + "]" * 10_000),
         json.dumps({"custom_id": "odd", "response": {"status_code": 400, "body": "no \ud83d"}, "error": "no"}),
         json.dumps({"custom_id": "bare", "response": {"status_code": 200}}),
@@ -38,8 +39,8 @@ def test_an_unreadable_line_leaves_only_its_own_request_unanswered(tmp_path: Pat
     good = answers["good"]
     assert (good.text, good.prompt_tokens, good.batched) == ("half ?", 0, True)
     assert faults == {
-        "odd": NoAnswer("HTTP 400", refused=True, body=b'{"error": "no"}'),
-        "bare": NoAnswer("the response is no chat completion (cut short?)"),
+        "odd": NoAnswer("HTTP 400: no", refused=True, body=b'{"error": "no"}'),
+        "bare": NoAnswer("the response is no chat completion (a page, a stream, or cut short)"),
     }
 
 

@@ -11,10 +11,9 @@ import pytest
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Completion
 from infembed_ray.records.tables import SCENARIOS
-from infembed_ray.synthesis.circuit_breaker import CircuitBreaker
 from infembed_ray.synthesis.judge import ORDER
 from infembed_ray.synthesis.outcome import Outcome, Spend
-from infembed_ray.synthesis.pipeline import synthesize
+from infembed_ray.synthesis.pipeline import CircuitBreaker, synthesize
 from tests.support import stand_in_answers
 from tests.synthesis.scripted_model import JUDGING, POOL, SEED, WRITING, Model, outcome
 from tests.synthesis.test_pipeline import _number_of
@@ -124,13 +123,9 @@ def test_records_that_only_the_cheap_judge_saw_do_not_hide_a_judge_that_fails_al
     given = settings(complement=True)
     breaker = CircuitBreaker(given, alike=3)
     model = Model()
-    asyncio.run(_run(breaker, model, given))
+    breaker.add(asyncio.run(synthesize(SEED, POOL, given, breaker.watch(model))))
     failed = Outcome("dead_letter", {"step": "judge_negative_query", "error": "HTTP 400: no"}, Spend(), Spend())
     for _ in range(3):
         breaker.add(failed)
     assert breaker.failure is not None
     assert "judge.model=o4-mini" in breaker.failure
-
-
-async def _run(breaker: CircuitBreaker, model: Model, given: SynthesizeSettings) -> None:
-    breaker.add(await synthesize(SEED, POOL, given, breaker.watch(model)))

@@ -18,12 +18,12 @@ def test_a_complement_does_not_change_its_record() -> None:
     assert got.complement is not None
     row = fits(got.complement, tables.COMPLEMENT)
     assert row["fault"] is None
-    for column in ("id", "source", "query_positive", "hard_negative_document_1", "document_positive"):
-        assert row[column] == got.row[column]
+    names = {"query": "query_positive", "positives": "hard_negative_document_1", "negatives": "document_positive"}
+    assert [row[name] for name in names] == [got.row[name] for name in names.values()]
     assert {**got.row, "provenance": None} == {**plain.row, "provenance": None}
     assert list(model.asked) == [*WRITING, *JUDGING, "instruction_complement", "judge_complement"]
     assert list(model.asked) == [step for step in STEPS if not step.startswith(CHEAP_JUDGE)]
-    assert f"Instruction: {row['instruction_complement']}\n" in model.prompt("judge_complement")
+    assert f"Instruction: {row['instruction']}\n" in model.prompt("judge_complement")
     assert got.paid.calls == 10 == len(got.row["provenance"]["request_hashes"])
     assert got.row["provenance"]["judge"] == "o4-mini-2026-01-01"
 
@@ -31,7 +31,7 @@ def test_a_complement_does_not_change_its_record() -> None:
 @pytest.mark.parametrize(
     ("step", "answer", "fault"),
     [
-        ("instruction_complement", "Instruction: \nNothing", "empty before the first newline"),
+        ("instruction_complement", "Instruction: Nothing", "fewer than 3 words"),
         ("instruction_complement", RowFailure("HTTP 500; tried 7 times"), "tried 7 times"),
         ("judge_complement", "Answer: none", "the judge picked none"),
         ("judge_complement", "The third.", "malformed answer"),
@@ -44,7 +44,7 @@ def test_a_failed_complement_does_not_affect_its_record(step: str, answer: str |
     assert got.complement is not None
     row = fits(got.complement, tables.COMPLEMENT)
     assert fault in row["fault"]
-    assert (row["instruction_complement"] is None) == isinstance(answer, Exception)
+    assert (row["instruction"] is None) == isinstance(answer, Exception)
 
 
 def test_no_complement_is_asked_for_a_row_that_is_not_kept() -> None:

@@ -27,6 +27,7 @@ from infembed_ray.storage.steps import Published
 from infembed_ray.synthesis import distributed, preflight
 from infembed_ray.synthesis.distributed import run
 from tests.support import faulty_store, object_store
+from tests.support.stand_in_answers import BREAKS
 from tests.support.stand_in_llm import StandIn, stand_in
 from tests.support.waiting import wait_until
 from tests.synthesis.runs import FILES, REPOSITORY, ROWS, Held, alive, answered_most, rows_of, settings
@@ -171,7 +172,8 @@ def test_a_model_that_refuses_every_request_stops_the_run_and_paid_answers_are_k
         message = one_line(settings(seeds, out, server, in_flight=4, actors=1))
         refused, answered = server.log("bad_request"), server.log("answered")
     assert (
-        "refuses every request to o4-mini, also a short question (HTTP 400: This request is not acceptable.)" in message
+        "refuses every request to o4-mini, also a short question (HTTP 400: This request is not acceptable. ["
+        in message
     )
     assert "nothing is published" in message
     assert not (out / "latest").exists()
@@ -226,6 +228,23 @@ def test_all_actors_keep_the_budget_and_a_higher_budget_resumes(ray_cluster: Non
         assert whole.manifest["usd"] + whole.manifest["usd_replayed"] <= spent_usd(server)
     counts = whole.manifest["counts"]
     assert counts["kept"] + counts["rejected"] + counts["dead_letter"] == 64
+
+
+@pytest.mark.ray
+@pytest.mark.slow  # tests/llm/test_client.py tests the same faults without a cluster
+@pytest.mark.parametrize("breaks", BREAKS)
+def test_an_endpoint_that_breaks_publishes_nothing_and_the_resumed_run_accounts_for_every_seed(
+    ray_cluster: None, seeds: Path, tmp_path: Path, breaks: str
+) -> None:
+    where = {"timeout_s": 1, "patience_s": 3, "max_retries": 2}
+    with stand_in(breaks_after=200, breaks=breaks, latency_s=0.02) as server:
+        assert "nothing is published" in one_line(settings(seeds, tmp_path, server, endpoint=where))
+        answered = server.usable_answers()
+    assert not (tmp_path / "latest").exists()
+    with stand_in() as back:
+        counts = run(settings(seeds, tmp_path, back)).manifest["counts"]
+        assert not answered.keys() & back.usable_answers().keys()
+    assert (counts["kept"] + counts["rejected"] + counts["dead_letter"], counts["replayed"]) == (64, answered.total())
 
 
 # ------------------------------------------------------------------------------------------------- crashes

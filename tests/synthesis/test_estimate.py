@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from infembed_ray.quickstart import sample
-from infembed_ray.synthesis import estimate, preflight
-from infembed_ray.synthesis.estimate import Estimate
+from infembed_ray.synthesis import preflight
+from infembed_ray.synthesis.preflight import Estimate
 from tests.synthesis.runs import ROWS, settings
 
 BOUNDED = {"generator": {"model": "gpt-4o-mini", "max_tokens": 1000}, "judge": {"model": "o4-mini", "max_tokens": 4000}}
@@ -21,7 +21,7 @@ BUNDLED = {"generator": {"model": "bundled-sample"}, "judge": {"model": "bundled
 def estimated(seeds: Path, root: Path, **values: Any) -> Estimate:
     given = settings(seeds, root / "out", **values)
     opened, table, _ = preflight.prepare(given)
-    return estimate.estimate(preflight.resolve(given, opened, table))
+    return preflight.estimate(preflight.resolve(given, opened, table))
 
 
 @pytest.mark.parametrize(("complement", "calls"), [(False, 8), (True, 10)])
@@ -74,7 +74,7 @@ def test_calls_that_a_journal_answers_are_left_out(tmp_path: Path) -> None:
 
 def test_many_seeds_are_sampled_evenly(seeds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = estimated(seeds, tmp_path, **BOUNDED)
-    monkeypatch.setattr(estimate, "SAMPLE", 16)
+    monkeypatch.setattr(preflight, "SAMPLE", 16)
     part = estimated(seeds, tmp_path, **BOUNDED)
     assert (whole.rehearsed, part.rehearsed) == (64, 16)
     assert part.calls == whole.calls

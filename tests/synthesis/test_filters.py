@@ -16,7 +16,7 @@ def test_text_after_the_first_newline_is_removed(line: str, rest: str) -> None:
     ("kind", "text", "reason"),
     [
         ("instruction", "", "empty"),
-        ("instruction", "\nGive me a note for campers", "empty"),
+        ("instruction", "``", "fewer"),
         ("instruction", "Find passages that:\n- help campers", "lead-in"),
         ("query", "Here is the poisoned query:\nhow to land on venus", "lead-in"),
         ("instruction", "For campers.\nNothing else", "fewer than 3 words"),
@@ -25,6 +25,19 @@ def test_text_after_the_first_newline_is_removed(line: str, rest: str) -> None:
 )
 def test_a_useless_first_line_is_named(kind, text: str, reason: str) -> None:
     assert reason in (fault(kind, first_line(text)) or "")
+
+
+AROUND = '\n\n{}|"{}"|\'{}\'|“{}”|‘{}’|«{}»|<{}>|[{}]|"{}".|`{}`|**{}**|_{}_|<b>{}</b>|```\n{}\n```|```text\n{}```| "**{}**" |\r\n{}\r\nmore'
+
+
+@given(words, st.sampled_from(AROUND.split("|")))
+def test_what_stands_around_a_line_is_no_part_of_it(line: str, around: str) -> None:
+    assert first_line(around.format(line)) == line
+
+
+@pytest.mark.parametrize("line", ['"a" or "b"', "<b> not <i>", "it's 5 o'clock", "*.py or *.md", "[1] to [3]"])
+def test_marks_within_a_line_stay(line: str) -> None:
+    assert first_line(line) == line
 
 
 @given(words)

@@ -60,14 +60,51 @@ def test_every_choice_is_a_verdict(count: int, seed: tuple[int, str, str]) -> No
     assert [judge.verdict(f"Answer: {choice}", shown) for choice in shown.choices] == [*shown.names, judge.NONE]
 
 
-@pytest.mark.parametrize("text", ["Answer: none", "Answer: None.", "None of them fits.\n\nAnswer: **none**"])
+@pytest.mark.parametrize(
+    "text", ["Answer: none", "Answer: None.", "Answer: none of the 7 passages", "3?\nAnswer: **none**"]
+)
 def test_none_is_a_verdict(text: str) -> None:
     assert judge.verdict(text, judge.lineup(DOCUMENTS, POOL, 2, 0)) == judge.NONE
 
 
-@pytest.mark.parametrize(
-    "text", ["2", "The second.", "Answer: the second", "Answer: 0", "Answer: 6", "Answer: 123456789012"]
+CLEAR = r'{}|{}.|({})|[{}]|#{}|**{}**|_{}_|`{}`|"{}"|<{}>|{})|{}:|{}!|Passage {}|passage #{}|**Passage {}**|No. {}|Candidate [{}].'
+CLEAR += r"|number {}|the answer is {}|\boxed{{{}}}|$\boxed{{\text{{{}}}}}$|{} (it covers bees and honey)|{}. The 90 others miss it."
+UNCLEAR = (
+    "{}, {}|{} or {}|{}.{}|{}-{}|{}/{}|{} and {}|between {} and {}|{} & {}|{},{}|[{}][{}]|{} (not {})|{} to {}|{} vs {}"
 )
+UNCLEAR += r"|passages {} and {}|{}; {}|{} {}|{}. {}|either {} or none, {}|none or {} or {}|not {} {}|\boxed{{{}, {}}}|{}+{}|{} {}th"
+JUNK = "|-|not {}|{}?|maybe {}|{} is wrong|{} or five|{}b|{}%|x{}|{}e2|-{}|~{}|none or {}|the second|0|8|111111111111"
+SHOWN = judge.lineup(DOCUMENTS, POOL, 4, 0)
+NUMBERS = st.integers(1, len(SHOWN.names))
+
+
+@given(
+    st.sampled_from([*CLEAR.split("|"), "\n{}", "\n\n- {}", "{}\nAs 3, 4 miss."]),
+    NUMBERS,
+    st.sampled_from(["Answer:", "**Answer**:", "Answer：", "1 or 2?\n\nFinal answer:"]),
+)
+def test_every_clear_form_of_a_number_is_a_verdict(form: str, number: int, label: str) -> None:
+    assert judge.verdict(f"{label} {form.format(number)}", SHOWN) == SHOWN.names[number - 1]
+
+
+@given(
+    st.sampled_from([*UNCLEAR.split("|"), "{}|{}", "{}\n{}"]), st.lists(NUMBERS, min_size=2, max_size=2, unique=True)
+)
+def test_two_numbers_are_asked_again(form: str, numbers: list[int]) -> None:
+    with pytest.raises(RowFailure, match="malformed"):
+        judge.verdict(f"Answer: {form.format(*numbers)}", SHOWN)
+
+
+@pytest.mark.parametrize("text", ["2", "The second.", *(f"Answer: {each.format(3)}" for each in JUNK.split("|"))])
 def test_an_answer_that_picks_no_candidate_is_malformed(text: str) -> None:
     with pytest.raises(RowFailure, match="malformed"):
-        judge.verdict(text, judge.lineup(DOCUMENTS, POOL, 2, 0))
+        judge.verdict(text, SHOWN)
+
+
+def test_other_relevant_passages_of_an_equal_query_are_no_distractors() -> None:
+    texts = [f"passage {number}" for number in range(12)]
+    pool = judge.Pool.of({text: ["How?"] if number < 8 else ["who", "what"] for number, text in enumerate(texts)})
+    documents = {"positive": texts[0], "negative_instruction": "a", "negative_query": "b"}
+    for row in range(100):
+        assert set(judge.lineup(documents, pool, 4, row, query=" how").passages) == {*texts[8:], texts[0], "a", "b"}
+        assert len(judge.lineup(documents, pool, 4, row, query="when").passages) == 7

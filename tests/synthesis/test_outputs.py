@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infembed_ray.llm.prices import PriceTable
-from infembed_ray.records import tables
+from infembed_ray.records import tables, tuples
 from infembed_ray.synthesis import outputs
 from infembed_ray.synthesis.outcome import Kind, Outcome, Spend
 from infembed_ray.synthesis.outputs import Outputs
@@ -86,10 +86,25 @@ def test_complements_are_written_in_seed_order_only_if_there_are_any(tmp_path: P
         files.add(0, outcome(0, "kept"))
     assert not (tmp_path / tables.COMPLEMENTS_FILE).exists()
     with Outputs(tmp_path, TABLE) as files:
-        for index in (2, 0, 1):
-            complement = None if index == 1 else {"id": f"seed-{index}", "instruction_complement": "the other"}
+        for index in (2, 0, 1, 3):
+            made = {
+                "id": f"seed-{index}",
+                "query": "Q",
+                "instruction": "I",
+                "positives": "P1-",
+                "negatives": "P+",
+                "source": "s",
+            }
+            complement = None if index == 1 else {**made, "fault": "the judge picked none" if index == 2 else None}
             files.add(index, replace(outcome(index, "kept"), complement=complement))
-    assert pq.read_table(tmp_path / tables.COMPLEMENTS_FILE)["id"].to_pylist() == ["seed-0", "seed-2"]
+    assert [row["id"] for row in tables.read_raw(tmp_path / tables.REJECTED_COMPLEMENTS_FILE)] == ["seed-2"]
+    usable = tmp_path / tables.COMPLEMENTS_FILE
+    assert tuples.found_in(usable, "records", {})
+    made = [
+        (each.id, each.query, each.instruction, each.positives, each.negatives)
+        for each in tuples.stream(usable, "records")
+    ]
+    assert made == [(f"seed-{index}", "Q", "I", ("P1-",), ("P+",)) for index in (0, 3)]
 
 
 def test_the_note_forecasts_the_cost_of_all_seeds(tmp_path: Path) -> None:

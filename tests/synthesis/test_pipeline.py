@@ -101,7 +101,7 @@ def test_later_steps_see_only_the_first_line() -> None:
     ("step", "text", "reason"),
     [
         ("instruction_positive", "Instruction: Find passages that:\n- help keepers", "a lead-in to a list"),
-        ("instruction_negative", "Instruction: \nGive me a note", "empty before the first newline"),
+        ("instruction_negative", f"Instruction: {SEED.query}?", "repeats a text of the prompt"),
         ("instruction_negative", "Instruction: for keepers", "fewer than 3 words"),
         ("query_negative", "Query: How do bees make honey?", "equal to the positive"),
     ],
@@ -115,6 +115,36 @@ def test_a_useless_line_is_rejected_and_ends_the_row(step: str, text: str, reaso
     assert reason in row["reason"]
     assert row["hard_negative_document_1"] is None
     assert got.paid.calls == len(model.asked) == len(row["provenance"]["request_hashes"])
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        ("instruction_positive", "Instruction:\n\n"),
+        ("instruction_positive", "Instruction: <your instruction>"),
+        ("instruction_negative", 'Instruction: "Your new instruction."'),
+        ("query_negative", "Query: **<your new query>**."),
+        ("query_negative", "Query: [insert your query here]"),
+        ("query_negative", 'Query: ""'),
+        ("query_negative", "Query: Be concise but specific enough to ensure clear differentiation."),
+        ("hard_negative_document_1", "Passage: <your passage>"),
+        ("hard_negative_document_2", "Passage: ``` ```"),
+    ],
+)
+def test_an_empty_answer_or_an_echo_of_the_prompt_is_asked_again(step: str, text: str) -> None:
+    model = Model(
+        **{step: lambda request: text if len(request.messages) == 1 else stand_in_answers.answer(request.body)}
+    )
+    got = outcome(model)
+    assert [call.step for call in model.calls].count(step) == 2
+    assert "this answer cannot be used" in model.asked[step].messages[-1]["content"].lower()
+    assert got.kind in ("kept", "rejected")
+    assert text not in str(got.row)
+
+
+def test_an_answer_without_token_counts_has_no_price() -> None:
+    got = outcome(Model(query_negative=Completion("Query: bees compared", "stop", "m", 0, 0)))
+    assert (got.paid.usd, got.row["provenance"]["usd"]) == (None, None)
 
 
 @pytest.mark.parametrize("step", ["hard_negative_document_1", "hard_negative_document_2"])

@@ -61,8 +61,8 @@ def test_the_pool_does_not_depend_on_the_order_of_the_passages(
     def pool(texts: Iterable[str]) -> tuple[str, ...]:
         filling = preflight._PassageSample(size)
         for text in texts:
-            filling.add(text)
-        return filling.passages()
+            filling.add(text, "")
+        return filling.pool()
 
     shuffled = passages[:]
     rng.shuffle(shuffled)

@@ -16,6 +16,7 @@ from infembed_ray.llm.journal import encode
 from infembed_ray.progress import say
 from infembed_ray.quickstart.sample import AUTHORED, JOURNAL, MODEL, SEEDS
 from infembed_ray.records import tables
+from infembed_ray.synthesis.judge import Pool
 from infembed_ray.synthesis.pipeline import synthesize
 
 TEST_TOPICS = {"coffee", "databases", "hypertension", "space-missions"}
@@ -35,7 +36,7 @@ def record() -> tuple[bytes, bytes]:
     """Return seeds and journal as the bytes of their JSONL files."""
     authored = [json.loads(line) for line in AUTHORED.read_text(encoding="utf-8").splitlines()]
     seeds = [_seed(row) for row in authored]
-    pool = [seed.passage for seed in seeds]
+    pool = Pool.of({seed.passage: [seed.query] for seed in seeds})
     settings = SynthesizeSettings(seeds=str(SEEDS), output="", generator=MODEL, judge=MODEL)
     journal: list[bytes] = []
 

@@ -10,6 +10,7 @@ from infembed_ray.llm.journal import Journal, replaying
 from infembed_ray.quickstart import sample
 from infembed_ray.quickstart.sample.record import TEST_TOPICS, record
 from infembed_ray.records import tables
+from infembed_ray.synthesis.judge import Pool
 from infembed_ray.synthesis.outcome import Outcome
 from infembed_ray.synthesis.pipeline import synthesize
 
@@ -22,7 +23,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
     seeds = tables.read(sample.SEEDS, tables.Seed, "seeds")
     settings = SynthesizeSettings(seeds="", output="", generator=sample.MODEL, judge=sample.MODEL)
     complete = replaying(Journal(tmp_path_factory.mktemp("journal"), [sample.JOURNAL]))
-    pool = [seed.passage for seed in seeds]
+    pool = Pool.of({seed.passage: [seed.query] for seed in seeds})
 
     async def replay() -> list[Outcome]:
         return [await synthesize(seed, pool, settings, complete) for seed in seeds]
