@@ -201,7 +201,7 @@ def recipes() -> str:
         "| recipe | parameters | settings | GiB a GPU on 1, 2, 4 nodes | tokens a step | tokens/s | h, 2 epochs |",
         "|---|---:|---|---:|---:|---:|---:|",
     ]
-    paths = sorted(path for path in RECIPES.glob("*.yaml") if not path.stem.startswith("table"))
+    paths = sorted(path for path in RECIPES.glob("*.yaml") if not path.stem.startswith(("table", "evaluate", "report")))
     made = {
         path: [plan(PlanTrainSettings.load(str(path), ["mfu=0.4", f"workers={8 * n}"])) for n in (1, 2, 4)]
         for path in paths

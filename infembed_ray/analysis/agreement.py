@@ -15,6 +15,7 @@ import numpy as np
 from infembed_ray.analysis.figures import Section
 from infembed_ray.errors import InputError
 from infembed_ray.records import tables
+from infembed_ray.records.files import raw_rows
 from infembed_ray.records.tables import Record
 from infembed_ray.storage.places import Place
 
@@ -71,13 +72,13 @@ def read(paths: Sequence[Place], name: str, least: int = 2) -> dict[str, dict[st
     """Read rater -> item_id -> answer from one or more files about the same items.
 
     Raises:
-        InputError: as `tables.raw_rows`; a missing or repeated item_id, a rater in two files, or fewer than `least` raters.
+        InputError: as `raw_rows`; a missing or repeated item_id, a rater in two files, or fewer than `least` raters.
     """
     raters: dict[str, dict[str, str]] = {}
     for path in paths:
         of_file: dict[str, dict[str, str]] = {}
         seen: set[str] = set()
-        for number, row in enumerate(tables.raw_rows(path, name), start=1):
+        for number, row in enumerate(raw_rows(path, name), start=1):
             item = cell(row.get("item_id"))
             if item is None or item in seen:
                 fault = "is missing" if item is None else f"{item} is repeated"

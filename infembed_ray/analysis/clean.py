@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from infembed_ray.analysis.figures import is_ours
 from infembed_ray.analysis.overlap import near_duplicates
 from infembed_ray.records import tables
+from infembed_ray.records.files import raw_rows
 from infembed_ray.records.tables import KEPT_FILE, Record
 from infembed_ray.storage.places import Place
 
@@ -71,6 +72,6 @@ def write(directory: Path, path: Place, removed: Mapping[int, Removal]) -> dict[
 def _rows(path: Place) -> Iterator[dict[str, Any]]:
     """Yield the columns of all records, with the provenance of those that synthesis wrote."""
     file = path if path.is_file() else path / KEPT_FILE
-    ours = tables.raw_rows(file, "records") if file.is_file() and is_ours(file) else None
+    ours = raw_rows(file, "records") if file.is_file() and is_ours(file) else None
     for record in tables.stream(path, Record, "records"):
         yield vars(record) | ({"provenance": next(ours)["provenance"]} if ours else {})

@@ -19,8 +19,8 @@ import numpy as np
 
 from infembed_ray.analysis.figures import KINDS, Section
 from infembed_ray.errors import InputError
-from infembed_ray.records import tables
-from infembed_ray.records.tables import ALIASES, Record
+from infembed_ray.records.files import raw_rows
+from infembed_ray.records.tables import ALIASES, KEPT_FILE, Record
 from infembed_ray.storage.places import Place
 
 Embed = Callable[[Sequence[str]], np.ndarray]
@@ -52,14 +52,14 @@ def read(label: str, path: Place, name: str) -> TextSet:
     """Read the texts of InF-IR records, or of a file with columns named after the kinds of text.
 
     Raises:
-        InputError: as `tables.raw_rows`, or no column has texts.
+        InputError: as `raw_rows`, or no column has texts.
     """
-    file = path if path.is_file() else path / tables.KEPT_FILE
+    file = path if path.is_file() else path / KEPT_FILE
     if not file.is_file():
-        raise InputError.of(name, path, f"no {tables.KEPT_FILE} in this directory", "give a file or a synthesis output")
+        raise InputError.of(name, path, f"no {KEPT_FILE} in this directory", "give a file or a synthesis output")
     texts: dict[str, list[str]] = {kind: [] for kind in KINDS}
     columns: dict[str, None] = {}
-    for row in tables.raw_rows(file, name):
+    for row in raw_rows(file, name):
         columns.update(dict.fromkeys(row))
         for kind in KINDS:
             texts[kind] += _of_kind(kind, row)

@@ -18,16 +18,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from hashlib import blake2b
-from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from infembed_ray.analysis.figures import KINDS, Section
 from infembed_ray.errors import InputError
-from infembed_ray.records import tables
+from infembed_ray.records.files import raw_rows
 from infembed_ray.records.tables import Record
-from infembed_ray.storage.places import Place, listing
+from infembed_ray.storage.places import Place, expanded
 
 _WORDS = 1 << 17
 """Words whose hashes are remembered."""
@@ -218,13 +217,13 @@ def read(path: Place, name: str) -> Iterator[str]:
     """Yield all strings except ids of a file, or of all files of a directory but hidden ones and README.md.
 
     Raises:
-        InputError: as `tables.raw_rows`, or the directory is empty.
+        InputError: as `raw_rows`, or the directory is empty.
     """
-    names = [n for n in sorted(listing(path)) if not tables.hidden(PurePosixPath(n)) and not n.endswith("README.md")]
-    if not names:
+    files = [file for file in expanded(path) if file.name != "README.md"]
+    if not files:
         raise InputError.of(name, path, "no files in this directory", "give those of an evaluation set")
-    for file in names:
-        for row in tables.raw_rows(path / file, name):
+    for file in files:
+        for row in raw_rows(file, name):
             yield from _strings(row)
 
 

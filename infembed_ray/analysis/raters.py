@@ -22,7 +22,7 @@ from infembed_ray.llm.journal_store import open_journal
 from infembed_ray.llm.ledger import Grant, LeaseReport, RateLimiter
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.progress import Advance, say, track
-from infembed_ray.records import tables
+from infembed_ray.records.files import raw_rows
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import open_place
 from infembed_ray.synthesis import preflight
@@ -119,7 +119,7 @@ def ask(rating: Rating, settings: AnalyzeSettings) -> dict[str, dict[str, str]]:
 def _items(files: Sequence[Place]) -> list[AgreementItem]:
     """Read the items of the first file that has some."""
     for file in files:
-        rows = list(tables.raw_rows(file, "agreement.files"))
+        rows = list(raw_rows(file, "agreement.files"))
         if any("passages" in row for row in rows):
             return [_item(row, f"agreement.files={file}: row {number}") for number, row in enumerate(rows, start=1)]
     raise InputError(

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -175,6 +175,16 @@ class Settings(BaseModel):
         """Return the settings that decide the result (all but runtime fields) as plain JSON values."""
         fields = type(self).model_fields.items()
         return {name: _json(getattr(self, name)) for name, field in fields if field.json_schema_extra != _RUNTIME}
+
+
+class RowSettings(Settings):
+    """Settings of a stage that reads rows. With equal rows, `error` and `reject` publish the same."""
+
+    on_bad_row: Literal["error", "reject"] = runtime_field(
+        "error",
+        description="rows that cannot be used; error: list them and stop; reject: leave them out, and write them to "
+        "bad_rows.jsonl in the output",
+    )
 
 
 def _json(value: Any) -> Any:

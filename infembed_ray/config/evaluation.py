@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from infembed_ray.config.base import InputPath, ModelName, RecordsPath, Settings, runtime_field
+from infembed_ray.config.base import InputPath, ModelName, RecordsPath, RowSettings, Settings, runtime_field
 from infembed_ray.config.llm import Endpoint
 from infembed_ray.config.training import Pooling
 
@@ -169,7 +169,7 @@ class GateSettings(Settings):
     pairs_reversed: float = Field(70.0, ge=0, le=100, description="minimum labelled pairs that the inverse reverses")
 
 
-class EvaluateSettings(Settings):
+class EvaluateSettings(RowSettings):
     """`infembed evaluate`: how well models retrieve and follow instructions, on benchmarks and on InF-IR records."""
 
     tasks: tuple[str, ...] = Field(
@@ -199,6 +199,11 @@ class EvaluateSettings(Settings):
         "null: `embeddings` in the output",
     )
     split: str | None = Field(None, description="only records whose column `split` has this value")
+    ignore_identical_ids: bool | None = runtime_field(  # part of the tasks' contents
+        None,
+        description="leave out of a ranking the document with the query's own id; null: of ArguAna and the other data sets "
+        "of the hub for which mteb does so",
+    )
     distractors: InputPath | None = runtime_field(None, description="irrelevant passages: id, and passage or text")
     max_distractors: int = Field(1000, ge=0, description="distractors to add to the corpus, from the first")
     depth: int = Field(1000, ge=1, description="documents per ranking")

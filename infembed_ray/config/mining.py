@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from infembed_ray.config.base import IndexPath, RecordsPath, Settings, runtime_field
+from infembed_ray.config.base import IndexPath, RecordsPath, RowSettings, runtime_field
 from infembed_ray.config.evaluation import NamedRetriever
 
 
-class MineSettings(Settings):
+class MineSettings(RowSettings):
     """`infembed mine`: hard negatives from an index for training tuples or InF-IR records."""
 
     records: RecordsPath = runtime_field(description="training tuples or InF-IR records: file, directory or output")

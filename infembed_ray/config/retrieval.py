@@ -6,18 +6,23 @@ from typing import Literal
 
 from pydantic import Field
 
-from infembed_ray.config.base import IndexPath, InputPath, ModelName, Settings, runtime_field
+from infembed_ray.config.base import IndexPath, InputPath, ModelName, RowSettings, Settings, runtime_field
 
 Precision = Literal["float16", "float32"]
-FieldType = Literal["string", "integer", "number", "boolean", "date"]
-"""Type of a metadata column; dates are ISO 8601."""
+FieldType = Literal["string", "integer", "number", "boolean", "date", "datetime", "strings"]
+"""Type of a metadata column; dates and datetimes are ISO 8601, `strings` is a list of strings."""
 
 
-class IndexSettings(Settings):
+class IndexSettings(RowSettings):
     """`infembed index`: checkpoint + corpus -> FAISS index."""
 
-    corpus: InputPath = runtime_field(description="passages (JSONL, Parquet, CSV) with columns id and text or passage")
-    columns: dict[str, str] = Field({}, description="column name of the index -> column name in the corpus")
+    corpus: InputPath = runtime_field(
+        description="file, directory or glob of passages: columns id or _id, text or passage, and perhaps title, which is "
+        "put before the text"
+    )
+    columns: dict[str, str] = Field(
+        {}, description="column name of the index -> column name in the corpus; title='' leaves the titles out"
+    )
     metadata: dict[str, FieldType] = Field({}, description="further columns, for filters and hits -> their type")
     model: ModelName = runtime_field(description="checkpoint directory or hub name of the encoder")
     output: str = runtime_field(

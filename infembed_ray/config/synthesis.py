@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from infembed_ray.config.base import InputPath, Settings, runtime_field
+from infembed_ray.config.base import InputPath, RowSettings, runtime_field
 from infembed_ray.config.llm import Batches, ChatModel, Endpoint, Limits
 
 
@@ -20,11 +20,11 @@ class CheapJudge(ChatModel):
     audit: float = Field(0.05, ge=0, le=1, description="share of the settled records that `judge` decides too")
 
 
-class SynthesizeSettings(Settings):
+class SynthesizeSettings(RowSettings):
     """`infembed synthesize`: seeds -> InF-IR records (paper, section 4)."""
 
     seeds: InputPath = runtime_field(
-        description="a file, or a directory of files: Parquet, JSONL, JSON, CSV or TSV with id, query, passage"
+        description="file, directory or glob: Parquet, JSONL, JSON, Arrow, CSV or TSV with id, query, passage"
     )
     output: str = runtime_field(description="directory or URI for the published records")
     journal: str | None = runtime_field(None, description="directory or URI of the journal; null: OUTPUT/journal")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from infembed_ray.config.base import InputPath, ModelName, RecordsPath, Settings, runtime_field
+from infembed_ray.config.base import InputPath, ModelName, RecordsPath, RowSettings, Settings, runtime_field
 
 Template = Literal["instruction_first", "query_first", "instruct_query"]
 PoolingMode = Literal["last", "mean", "cls"]
@@ -51,7 +51,7 @@ class ValidationSettings(Settings):
     patience: int | None = Field(None, ge=1, description="stop after so many evaluations without a better score")
 
 
-class TrainSettings(Settings):
+class TrainSettings(RowSettings):
     """`infembed train`: records + a backbone -> a model (paper, section 5)."""
 
     records: RecordsPath = runtime_field("", description="InF-IR records or training tuples: file, directory or output")

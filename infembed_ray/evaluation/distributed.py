@@ -50,6 +50,7 @@ from infembed_ray.evaluation.search import exact_search, rows_of
 from infembed_ray.evaluation.tasks.task import CORPUS, Obedience, Scores, Task, score
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, errors_of_tasks
+from infembed_ray.records.files import write_bad_rows
 from infembed_ray.storage import steps
 from infembed_ray.storage.places import Place, address, errors_at, place_of
 
@@ -72,6 +73,7 @@ def run(settings: EvaluateSettings) -> steps.Published:
     models, tasks = counted(len(inputs.models), "model"), counted(len(inputs.tasks), "task")
     say(f"evaluate: {models}, {tasks}, {counted(queries, 'query', 'queries')}, {counted(passages, 'passage')}")
     with step.publish() as staging:
+        write_bad_rows(staging.path, *inputs.bad)
         figures, differing = _evaluate(settings, inputs, staging.path / runs.RUNS)
         staging.counts = {"tasks": len(inputs.tasks), "queries": queries, "passages": passages}
         staging.facts = {"figures": figures.figures}
@@ -88,6 +90,7 @@ def _evaluate(
     scores: dict[str, dict[str, Scores]] = {}
     obeyed: dict[str, dict[str, Obedience]] = {}
     first: dict[str, dict[str, list[str]]] = {}
+    covered: dict[str, dict[str, dict[str, int]]] = {}
     kept: dict[str, dict[str, Kept]] = {task.name: {} for task in inputs.tasks}
     made = {task.name: Controls.from_task(task) for task in inputs.tasks if settings.controls}
     controls = {name: of_task for name, of_task in made.items() if of_task is not None}
@@ -99,6 +102,13 @@ def _evaluate(
             if model.label == settings.first_stage:
                 first[task.name] = {q.id: list(ranks(run[q.id]))[: settings.rerank] for q in asking.queries}
             scores[model.label][task.name] = score(task, run)
+            if model.retriever.kind == "run":
+                counts = covered.setdefault(model.label, {})[task.name] = runs.coverage(task, run)
+                if counts["without_results"] or counts["unknown_documents"]:
+                    say(
+                        f"{model.label}: warning: {counts['without_results']} of {counts['judged_queries']} judged queries of "
+                        f"{task.name} have no results, {counts['unknown_documents']} documents are unknown"
+                    )
             kept[task.name][model.label] = differences.keep(task, run)
             runs.write(directory, model.label, task.name, run)
             if task.name in controls:
@@ -108,7 +118,9 @@ def _evaluate(
         obeyed.setdefault(label, of_tasks)
     figures = Results(
         tasks={task.name: TaskSummary.from_task(task, content_hash(task)) for task in inputs.tasks},
-        models={model.label: model.about for model in inputs.models},
+        models={
+            m.label: m.about | ({"coverage": covered[m.label]} if m.label in covered else {}) for m in inputs.models
+        },
         scores={model.label: scores[model.label] for model in inputs.models},
         depth=settings.depth,
         obedience=obeyed,

@@ -21,6 +21,7 @@ from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.progress import counted
 from infembed_ray.records import tables
+from infembed_ray.records.files import BadRows
 from infembed_ray.storage import steps
 from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place, address
@@ -62,6 +63,8 @@ class EvaluationInputs:
     tasks: Sequence[Task]
     store: Place
     data: Mapping[str, Place]
+    bad: Sequence[BadRows] = ()
+    """Rows that are left out."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -83,7 +86,7 @@ def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> Evaluatio
     Raises:
         InputError: data, a model or the store cannot be used, or models and tasks do not fit together.
     """
-    models, store, (data, tasks), *_ = check_all(
+    models, store, (data, tasks, bad), *_ = check_all(
         lambda: _models(settings),
         lambda: steps.folder_of(settings, "embeddings"),
         lambda: _tasks(settings),
@@ -97,7 +100,9 @@ def resolve(settings: EvaluateSettings, share_corpora: bool = True) -> Evaluatio
         file = share(task.corpus, place) if share_corpora else place / name_of(task.corpus)
         tasks[number] = replace(task, corpus=shared(file) if share_corpora else task.corpus, corpus_file=file)
     _require_candidates(settings, models, tasks)
-    return EvaluationInputs(models, tasks, store, data)
+    if settings.gate is not None and not any(obedience.pairs_of(task.changes) for task in tasks):
+        raise InputError.of("gate", settings.gate, *obedience.NO_CHANGES)
+    return EvaluationInputs(models, tasks, store, data, bad)
 
 
 def content_hash(task: Task) -> str:
@@ -127,28 +132,34 @@ def _model(settings: EvaluateSettings, position: int, label: str) -> EvaluatedMo
     )
 
 
-def _tasks(settings: EvaluateSettings) -> tuple[dict[str, Place], list[Task]]:
-    """Return the files of the settings' own records, and all tasks."""
+def _tasks(settings: EvaluateSettings) -> tuple[dict[str, Place], list[Task], list[BadRows]]:
+    """Return the files of the settings' own records, all tasks, and the rows that are left out."""
     if not settings.tasks and settings.records is None:
         raise InputError("tasks is empty: set tasks=[followir] or another benchmark, or records=<InF-IR records>")
     if settings.distractors is not None and settings.records is None:
         raise InputError.of("distractors", settings.distractors, "needs records", "set records or drop the distractors")
     for measure in settings.measures:
         parse(measure.replace("Robustness@", "nDCG@"))
-    tasks = [catalogue.load(name, settings.data, settings.measures) for name in catalogue.expand(settings.tasks)]
+    reject, identical, bad = settings.on_bad_row == "reject", settings.ignore_identical_ids, list[BadRows]()
+    names = catalogue.expand(settings.tasks)
+    load = partial(
+        catalogue.load, data=settings.data, measures=settings.measures, identical=identical, reject=reject, bad=bad
+    )
+    tasks = check_all(*(partial(load, name) for name in names))
     given = {"records": settings.records, "distractors": settings.distractors}
     data = {name: steps.find_input(path, name) for name, path in given.items() if path is not None}
     if "records" in data:
-        rows = tables.read(data["records"], tables.Record, "records", split=settings.split)
+        bad += (BadRows(name, reject) for name in ("records", "distractors"))
+        rows = list(tables.stream(data["records"], tables.Record, "records", split=settings.split, bad=bad[-2]))
         distractors: Sequence[tables.Passage] = ()
         if "distractors" in data:
-            distractors = tables.read(data["distractors"], tables.Passage, "distractors")
+            distractors = list(tables.stream(data["distractors"], tables.Passage, "distractors", bad=bad[-1]))
         task = instruction_following(rows, distractors, settings.max_distractors)
         tasks.append(catalogue.with_measures(task, settings.measures))
     for name, count in Counter(task.name for task in tasks).items():
         if count > 1:
             raise InputError.of("tasks", name, "two tasks have this name", "rename the directory, or leave one out")
-    return data, tasks
+    return data, tasks, bad
 
 
 def _require_candidates(settings: EvaluateSettings, models: Sequence[EvaluatedModel], tasks: Sequence[Task]) -> None:

@@ -38,6 +38,8 @@ AS_GIVEN, QUERY_ONLY, GENERIC, SHUFFLED, INVERTED, PARAPHRASED = CONDITIONS = tu
 BM25 = "BM25"
 """Label of the reference model: word overlap."""
 
+NO_CHANGES = ("no task has changed instructions", "evaluate InF-IR records or FollowIR")
+"""Fault of a gate, and remedy."""
 VIOLATION_DEPTH = 2
 """Cut-off of violation@k, as in CoDeR."""
 _SHUFFLES = 4
@@ -240,7 +242,7 @@ def failures(evaluated: Results, label: str, limits: GateSettings) -> Iterator[s
     """
     means, base = evaluated.obedience_means, next(iter(evaluated.models))
     if not means.get(label):
-        raise InputError.of("gate", label, "no task has changed instructions", "evaluate InF-IR records or FollowIR")
+        raise InputError.of("gate", label, *NO_CHANGES)
     for task, own in means[label].items():
         for condition in (GENERIC, SHUFFLED, PARAPHRASED):
             if condition not in own:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,8 @@ from infembed_ray.evaluation.significance import LEVEL, Compared, Stratum, compa
 from infembed_ray.evaluation.tasks.catalogue import BENCHMARKS
 
 TABLE_FILE, REPORT_FILE = "table.md", "report.html"
+FEW = 20
+"""Queries below which a report warns: of 5, a 95 % interval of the bootstrap covers 80 %, of 10 it covers 88 %."""
 MARK = "*"
 """Marks a significant difference."""
 
@@ -91,14 +93,18 @@ def cells(results: Results, column: Column, models: Sequence[str] | None = None)
     models = list(results.models) if models is None else models
     strata = []
     for task, figure in column.parts:
-        of_model = [results.scores[model][task][figure] for model in models]
-        queries = list(of_model[0])
-        if not queries:
+        of_models = [results.scores[model][task][figure] for model in models]
+        if not of_models[0]:
             return {}
-        groups = results.tasks[task].groups
-        values = np.array([[of_one[query] for of_one in of_model] for query in queries])
-        strata.append(Stratum.from_values(values, [(query in groups, groups.get(query, query)) for query in queries]))
+        strata.append(stratum(of_models, results.tasks[task].groups))
     return dict(zip(models, compare(strata), strict=True))
+
+
+def stratum(of_models: Sequence[Mapping[str, float]], groups: Mapping[str, str]) -> Stratum:
+    """Sum the values of models for the same queries by group, in one order: equal figures of a report share resamples."""
+    queries = sorted(of_models[0])
+    values = np.array([[of_model[query] for of_model in of_models] for query in queries])
+    return Stratum.from_values(values, [(query in groups, groups.get(query, query)) for query in queries])
 
 
 def note(baseline: str | None) -> str:
@@ -106,6 +112,20 @@ def note(baseline: str | None) -> str:
     if baseline is None:
         return f"{significance.INTERVALS}."
     return f"Differences are to {baseline}; {MARK}: significant at {LEVEL:.0%}. {significance.INTERVALS}; {significance.TESTS}."
+
+
+def few(results: Results) -> str:
+    """Name the tasks with too few queries for their intervals; empty if there are none."""
+    names = []
+    for task, summary in results.tasks.items():
+        of_figures = next((own[task].values() for own in results.scores.values() if task in own), ())
+        fewest = min(
+            (len({summary.groups.get(query, query) for query in values}) for values in of_figures if values),
+            default=FEW,
+        )
+        names += [f"{task} ({fewest})"] * (fewest < FEW)
+    note = f"Fewer than {FEW} queries, or groups of queries, give intervals that are too narrow: {', '.join(names)}."
+    return note if names else ""
 
 
 def _shown(title: str, parts: tuple[tuple[str, str], ...]) -> Column:

@@ -27,6 +27,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, errors_of_tasks
 from infembed_ray.records import tuples
+from infembed_ray.records.files import BadRows, write_bad_rows
 from infembed_ray.records.tables import KEPT_FILE
 from infembed_ray.records.tuples import Example
 from infembed_ray.retrieval.index import Index
@@ -67,7 +68,7 @@ def run(settings: MineSettings) -> Published:
     with step.publish() as staging:
         parts = staging.path / STATES
         parts.mkdir(exist_ok=True)
-        _mine(settings, inputs, positives, parts)
+        write_bad_rows(staging.path, _mine(settings, inputs, positives, parts))
         staging.counts = _join(parts, staging.path / KEPT_FILE)
         shutil.rmtree(parts)
     counts = staging.counts
@@ -124,14 +125,15 @@ class _Actor:
         return self._miner.mine(rows, positives)
 
 
-def _mine(settings: MineSettings, inputs: MiningInputs, positives: KnownPositives, parts: Path) -> None:
-    """Write the file of every block that has none yet."""
+def _mine(settings: MineSettings, inputs: MiningInputs, positives: KnownPositives, parts: Path) -> BadRows:
+    """Write the file of every block that has none yet; return the rows that are left out."""
     load = partial(
         Miner, settings, address(inputs.index.path), inputs.teacher, "cuda" if settings.gpus_per_worker else "cpu"
     )
     actor = ray.remote(num_gpus=settings.gpus_per_worker, max_restarts=-1, max_task_retries=-1)(_Actor)
     shared, pool = ray.put(positives), ActorPool([actor.remote(load) for _ in range(settings.workers)])
-    rows, waiting = read(settings, inputs.records), deque[Path]()
+    bad = BadRows("records", settings.on_bad_row == "reject")
+    rows, waiting = read(settings, inputs.records, bad), deque[Path]()
     with track("mine", None) as advance:
         for number in count():
             block = list(islice(rows, ROWS_PER_BLOCK))
@@ -147,7 +149,8 @@ def _mine(settings: MineSettings, inputs: MiningInputs, positives: KnownPositive
                 _write(waiting.popleft(), mined)
                 advance(len(mined.rows))
             if not block:
-                break
+                return bad
+    raise AssertionError  # `count` does not end
 
 
 def _write(file: Path, mined: Mined) -> None:

@@ -15,6 +15,7 @@ from infembed_ray.evaluation.retrievers.baselines import PairReranker, TextEncod
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import tables, tuples
+from infembed_ray.records.files import BadRows
 from infembed_ray.records.tables import Record
 from infembed_ray.records.tuples import Example
 from infembed_ray.retrieval.index import Index
@@ -27,18 +28,20 @@ KnownPositives = Mapping[int, Collection[str]]
 """Key of an (instruction, query) that several tuples have -> the positives of all of them."""
 
 
-def read(settings: MineSettings, path: Place) -> Iterator[Example]:
+def read(settings: MineSettings, path: Place, bad: BadRows | None = None) -> Iterator[Example]:
     """Stream the tuples to mine for.
 
-    An InF-IR record is three tuples. The other two passages of the record are negatives of each.
+    An InF-IR record is three tuples. The other two passages of the record are negatives of each. `bad` takes the rows that
+    cannot be used.
 
     Raises:
         InputError: a row cannot be used, or a column map of several columns is given for InF-IR records.
     """
+    bad = bad or BadRows("records", settings.on_bad_row == "reject")
     if tuples.found_in(path, "records", settings.columns):
-        yield from tuples.stream(path, "records", settings.columns)
+        yield from tuples.stream(path, "records", settings.columns, bad=bad)
         return
-    for record in tables.stream(path, Record, "records", tuples.single(settings.columns)):
+    for record in tables.stream(path, Record, "records", tuples.single(settings.columns), bad=bad):
         rows = flatten(record)
         for number, row in enumerate(rows, start=1):
             yield Example(

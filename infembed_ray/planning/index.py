@@ -16,7 +16,7 @@ from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.planning.backbones import load
 from infembed_ray.progress import aligned
-from infembed_ray.records.tables import data_files
+from infembed_ray.records.files import data_files
 from infembed_ray.retrieval import faiss_index
 from infembed_ray.retrieval.build import check_model, choose_build, prepare, prepare_engine, work_root
 from infembed_ray.retrieval.corpus import count_passages
@@ -112,9 +112,7 @@ def describe(settings: IndexSettings) -> Iterator[str]:
     if (yield from state(step, work)):
         yield f"its files are not read; `infembed index verify {address(step.remote or step.path)}` does"
         return
-    passages, encoder = check_all(
-        lambda: count_passages(corpus, settings.columns, settings.metadata), lambda: check_model(settings, model)
-    )
+    passages, encoder = check_all(lambda: count_passages(settings, corpus), lambda: check_model(settings, model))
     yield f"passages: {passages:,} of {corpus}"
     each = math.ceil(passages / settings.shards)
     build = choose_build(settings, [each], encoder.dimension)
@@ -131,7 +129,7 @@ def describe(settings: IndexSettings) -> Iterator[str]:
 def _describe_in_engine(settings: IndexSettings) -> Iterator[str]:
     engine, local = prepare_engine(settings)
     corpus, _, step = prepare(local)
-    passages = count_passages(corpus, settings.columns, settings.metadata)
+    passages = count_passages(settings, corpus)
     yield f"passages: {passages:,} of {corpus}"
     there = any(version.id == step.identity for version in engine.versions())
     yield f"output {engine.address}: version {step.identity} {'exists already' if there else 'would be built'}"

@@ -16,17 +16,8 @@ import pyarrow as pa
 
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
-from infembed_ray.records.tables import (
-    KEPT_FILE,
-    MADE_ID,
-    UNKNOWN,
-    Record,
-    data_files,
-    raw_rows,
-    split_of,
-    stream_files,
-    text_of,
-)
+from infembed_ray.records.files import BadRow, BadRows, data_files, mapped_rows, raw_rows, split_of, wrong
+from infembed_ray.records.tables import KEPT_FILE, MADE_ID, UNKNOWN, Record, passage_text, stream_files, text_of
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import MANIFEST
 
@@ -68,7 +59,7 @@ SCHEMA = pa.schema(
     ]
 )
 ALIASES: Mapping[str, tuple[str, ...]] = {
-    "id": ("query_id",),
+    "id": ("_id", "query_id"),
     "query": ("anchor",),
     "positives": ("positive", "pos", "positive_passages"),
     "negatives": ("negative", "neg", "negative_passages"),
@@ -78,18 +69,26 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 """Names that sentence-transformers, FlagEmbedding and Tevatron give these columns."""
 
 
-def stream(path: Place, name: str, columns: Columns | None = None, split: str | None = None) -> Iterator[Example]:
+def stream(
+    path: Place,
+    name: str,
+    columns: Columns | None = None,
+    split: str | None = None,
+    bad: BadRows | None = None,
+) -> Iterator[Example]:
     """Stream validated training tuples; only their ids stay in memory.
 
     Args:
         path: a file, a directory of data files (as of `datasets` or the Hugging Face hub), or an output of `infembed mine`.
         columns: names of our columns in the files, where they differ from ours and from `ALIASES`.
         split: keep only rows of this split; a row without one has that of its file.
+        bad: takes the rows that cannot be used.
 
     Raises:
-        InputError: no such file, a missing column, no rows, or a row that cannot be used; the message names it.
+        InputError: no such file, a missing column, no rows; or after the last row, some cannot be used.
     """
-    return stream_files(path, name, split, partial(_rows, name=name, columns=columns or {}))
+    bad = bad or BadRows(name)
+    return stream_files(path, split, bad, partial(_rows, bad=bad, columns=columns or {}))
 
 
 def found_in(path: Place, name: str, columns: Columns, split: str | None = None) -> bool:
@@ -116,16 +115,15 @@ def single(columns: Columns) -> dict[str, str]:
     return {own: str(theirs) for own, theirs in columns.items()}
 
 
-def _rows(file: Place, seen: set[str], name: str, columns: Columns) -> Iterator[Example]:
+def _rows(file: Place, seen: set[str], bad: BadRows, columns: Columns) -> Iterator[Example]:
     """Stream the examples of one file; add their ids to `seen`."""
-    present: dict[str, Any] = {}
     of_file = split_of(file)
-    for number, values in enumerate(raw_rows(file, name), start=1):
-        if not present or not values.keys() <= present.keys():  # a row of JSON may have columns that others lack
-            present |= values
-            theirs = _columns_of(present, f"{name}={file}", columns)
-        where = f"{name}={file}: row {number}"
-        yield _example(values, theirs, where, of_file, seen)
+    names_of = partial(_columns_of, where=f"{bad.name}={file}", columns=columns)
+    for number, values, theirs in mapped_rows(file, bad, names_of):
+        try:
+            yield _example(values, theirs, of_file, seen)
+        except BadRow as fault:
+            bad.add(file, number, fault, values)
 
 
 def _columns_of(present: Collection[str], where: str, columns: Columns) -> dict[str, list[str]]:
@@ -152,71 +150,58 @@ def _columns_of(present: Collection[str], where: str, columns: Columns) -> dict[
 
 
 def _example(
-    values: Mapping[str, Any], theirs: Mapping[str, Sequence[str]], where: str, split: str | None, seen: set[str]
+    values: Mapping[str, Any], theirs: Mapping[str, Sequence[str]], split: str | None, seen: set[str]
 ) -> Example:
     text = {}
     for own, names in theirs.items():
         if names and own not in (*_PASSAGES, *_SCORES):
-            value = text_of(values.get(names[0]), f"{where}: column {names[0]}")
+            value = text_of(values.get(names[0]), names[0])
             if value is not None and value.strip():
                 text[own] = value
     text.setdefault("id", f"{MADE_ID}{len(seen) + 1}")
     if text["id"] in seen:
-        raise InputError(f"{where}: duplicate id {text['id']}; ids must be unique")
-    seen.add(text["id"])
+        raise BadRow(f"duplicate id {text['id']}; ids must be unique")
     if split is not None:
         text.setdefault("split", split)
     if "query" not in text:
-        raise InputError(f"{where}: column {theirs['query'][0]} is empty; fill it or drop the row")
+        raise BadRow(f"column {theirs['query'][0]} is empty")
     lists: dict[str, tuple[Any, ...]] = {
-        own: tuple(
-            convert(value, f"{where}: column {column}")
-            for column in theirs[own]
-            for value in _listed(values.get(column))
-        )
+        own: tuple(convert(value, column) for column in theirs[own] for value in _listed(values.get(column)))
         for convert, owns in ((_passage, _PASSAGES), (_score, _SCORES))
         for own in owns
     }
     if not lists["positives"]:
-        raise InputError(f"{where}: column {theirs['positives'][0]} has no passage; give a positive, or drop the row")
+        raise BadRow(f"column {theirs['positives'][0]} has no passage")
     if both := set(lists["positives"]) & set(lists["negatives"]):
-        raise InputError(f"{where}: a negative is one of the positives: {min(both)[:60]!r}; drop it from the negatives")
-    _require_scores(lists, where)
-    given: dict[str, Any] = {**text, **lists}
-    return Example(**given)
-
-
-def _require_scores(lists: Mapping[str, tuple[Any, ...]], where: str) -> None:
-    """Check that a row has a score of every passage, or none at all."""
+        raise BadRow(f"a negative is one of the positives: {min(both)[:60]!r}; drop it from the negatives")
     if any(lists[own] for own in _SCORES):
         for passages, scores in zip(_PASSAGES, _SCORES, strict=True):
-            if len(lists[passages]) != len(lists[scores]):
-                raise InputError(
-                    f"{where}: {scores} has {len(lists[scores])} scores of {len(lists[passages])} {passages}; give one "
-                    "per passage, of positives and negatives"
-                )
+            if (given := len(lists[scores])) != (needed := len(lists[passages])):
+                raise BadRow(f"{scores} has {given} scores of {needed} {passages}; give one per passage, or none")
+    seen.add(text["id"])
+    fields_of: dict[str, Any] = {**text, **lists}
+    return Example(**fields_of)
 
 
 def _listed(value: Any) -> Sequence[Any]:
     """Return the values of a cell, which may be null, one value or a list."""
-    if value is None or value == "":
+    if value is None or value == "" or value != value:
         return ()
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
-def _passage(value: Any, where: str) -> str:
-    parts = [value.get("title"), value.get("text")] if isinstance(value, Mapping) else [value]
-    texts = [part for part in parts if part]
-    if not all(isinstance(text, str) for text in texts) or not " ".join(texts).strip():
-        raise InputError(f"{where} has {value!r} as a passage; give texts, or mappings with `text`")
-    return " ".join(texts)
+def _passage(value: Any, column: str) -> str:
+    text = passage_text(value, column) if isinstance(value, (str, Mapping)) else None
+    if not (text or "").strip():
+        raise wrong(column, "must have passages, texts or mappings with `text`", value)
+    return text or ""
 
 
-def _score(value: Any, where: str) -> float:
+def _score(value: Any, column: str) -> float:
     try:
         score = float(value)
     except (TypeError, ValueError):
         score = math.nan
     if not math.isfinite(score):
-        raise InputError(f"{where} has {value!r} as a score; give finite numbers")
+        raise wrong(column, "must have finite numbers as scores", value)
     return score

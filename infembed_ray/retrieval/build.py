@@ -31,6 +31,7 @@ from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.progress import counted, say, track
+from infembed_ray.records.files import BadRows, write_bad_rows
 from infembed_ray.retrieval import faiss_index
 from infembed_ray.retrieval.corpus import parts_of, require_columns, require_passages, rows
 from infembed_ray.retrieval.milvus import Milvus, MilvusAddress, is_address
@@ -78,8 +79,10 @@ _MAX_CHUNKS = 10_000
 """Chunks of a corpus, beyond which they become larger."""
 _ROWS_AT_ONCE = 8192
 _SHARE = "give a directory that all nodes share, or a folder of an object store"
-_LAYOUT = 5
+_LAYOUT = 6
 """Version of these files. Builds of another version do not resume from them."""
+_FORMATS = {"format": str(FORMAT), "documents": "title and text"}
+"""How documents are read and stored, in the identity of an index."""
 
 
 @contextlib.contextmanager
@@ -200,32 +203,38 @@ class Work:
 
     def sizes(self) -> list[int] | None:
         """The passages of each shard; None before the corpus is partitioned."""
-        sizes: list[int] | None = read_json(self.root / SIZES_FILE)
-        return sizes
+        partitioned: dict[str, Any] | None = read_json(self.root / SIZES_FILE)
+        return None if partitioned is None else list(partitioned["sizes"])
 
-    def set_sizes(self, sizes: Sequence[int]) -> None:
+    def bad_rows(self) -> BadRows:
+        """The rows that the partitioned corpus leaves out."""
+        return BadRows("corpus", True, rows=read_json(self.root / SIZES_FILE)["bad_rows"])
+
+    def set_sizes(self, sizes: Sequence[int], bad: BadRows) -> None:
         """Record that the corpus is partitioned."""
-        write_json(self.root / SIZES_FILE, list(sizes))
+        rows = json.loads(json.dumps(bad.rows, default=str))
+        write_json(self.root / SIZES_FILE, {"sizes": list(sizes), "bad_rows": rows})
 
     def errors(self) -> contextlib.AbstractContextManager[None]:
         """`output_errors` of the output."""
         return output_errors(self.settings.output)
 
-    def partition(self, part: int, files: Sequence[Place]) -> tuple[list[int], set[str]]:
+    def partition(self, part: int, files: Sequence[Place]) -> tuple[list[int], set[str], BadRows]:
         """Write the rows of a part of the corpus, some files, to one Arrow file per shard.
 
         Returns:
-            Passages of each shard, and the names of the columns of all rows.
+            Passages of each shard, the names of the columns of all rows, and the rows that cannot be used.
 
         Raises:
-            InputError: this node does not see a file, it cannot be read, or a row is invalid; see `corpus.rows`.
+            InputError: this node does not see a file, or it cannot be read; see `corpus.rows`.
         """
         if unseen := next((file for file in files if not file.is_file()), None):
             fault = f"node {platform.node()} does not see {unseen}"
             raise InputError.of("corpus", self.settings.corpus, fault, _SHARE)
         columns, metadata, shards = self.settings.columns, self.settings.metadata, self.settings.shards
         typed, sizes, seen = schema(metadata), np.zeros(shards, np.int64), set[str]()
-        every = itertools.chain.from_iterable(rows(file, columns, metadata, seen) for file in files)
+        bad = BadRows("corpus", self.settings.on_bad_row == "reject")
+        every = itertools.chain.from_iterable(rows(file, columns, metadata, seen, bad) for file in files)
         with self.errors(), contextlib.ExitStack() as opened:
             directory = opened.enter_context(delivering(self.root / SPOOL / f"{part:05d}"))
             shutil.rmtree(directory, ignore_errors=True)
@@ -244,7 +253,7 @@ class Work:
                         writer.write_table(table.slice(start, count))
                     start += count
                 sizes += counts
-        return sizes.tolist(), seen
+        return sizes.tolist(), seen, bad
 
     @contextlib.contextmanager
     def _spooled(self, shard: int) -> Iterator[list[Path]]:
@@ -359,8 +368,10 @@ def _sorted(spooled: Sequence[Path], rows_at_once: int) -> Iterator[pa.Table]:
             return
         order = pc.sort_indices(table.column("id")).to_numpy().astype(np.int64)
         ids = take(table.select(["id"]), order).column("id").combine_chunks()
-        if (again := pc.index(pc.equal(ids[1:], ids[:-1]), True).as_py()) >= 0:
-            raise DuplicateId.of("corpus", None, f"id {ids[again]} is a duplicate", "ids must be unique")
+        if again := ids[1:].filter(pc.equal(ids[1:], ids[:-1])).unique().to_pylist():
+            others = f" and {len(again) - 20:,} others" if len(again) > 20 else ""
+            fault = f"several rows have the id {', '.join(again[:20])}{others}"
+            raise DuplicateId.of("corpus", None, fault, "ids must be unique")
         for start in range(0, len(order), rows_at_once):
             yield take(table, order[start : start + rows_at_once])
 
@@ -374,6 +385,7 @@ def work_root(step: Step, settings: IndexSettings) -> Place:
         "shards": settings.shards,
         "dimensions": settings.dimensions,
         "vectors": settings.vectors,
+        "on_bad_row": settings.on_bad_row,
         "layout": [_LAYOUT, CHUNK_PASSAGES],
     }
     name = f".{hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]}.encoded"
@@ -424,7 +436,7 @@ def prepare(settings: IndexSettings) -> tuple[Place, str, Step]:
         lambda: find_input(settings.corpus, "corpus"),
         lambda: locate(settings.model, "model"),
     )
-    names = {**model.names, "format": str(FORMAT)}
+    names = {**model.names, **_FORMATS}
     return corpus, model.path, Step("index", settings, settings.output, {"corpus": corpus, **model.inputs}, names)
 
 
@@ -459,7 +471,7 @@ def check_model(settings: IndexSettings, model: str) -> InstructionEncoder:
 def build_here(encoder: InstructionEncoder, corpus: Path, settings: IndexSettings) -> str:
     """Publish an index of a corpus in this process, unless it is there; returns its directory or URI."""
     require_columns(settings.columns, settings.metadata)
-    names = {"model": encoder.fingerprint(), "format": str(FORMAT)}
+    names = {"model": encoder.fingerprint(), **_FORMATS}
     step = Step("index", settings, settings.output, {"corpus": corpus}, names)
     if done := finished(step):
         return done.address
@@ -497,6 +509,7 @@ def build_index(
                 raise RuntimeError(f"{facts.passages} of {sum(sizes)} passages reached a shard")
             staging.counts = {"passages": facts.passages, "encoded": encoded, "shards": len(shards)}
             staging.facts = {"index": facts.as_json()}
+            write_bad_rows(staging.path, work.bad_rows())
         clear_attempts(step.remote or step.path, shards)
         work.delete()
 
@@ -518,6 +531,7 @@ def facts_of(
         dimensions=settings.dimensions,
         passages=passages,
         metadata=settings.metadata,
+        title=settings.columns.get("title", "title") or None,
         shards=shards,
         lineage=step.identity,
     )
@@ -539,18 +553,21 @@ def partition_corpus(corpus: Place, work: Work, tasks: Tasks) -> list[int]:
     work.delete()  # what an interrupted deletion left
     parts = parts_of(corpus)
     sizes, seen = [0] * work.settings.shards, set[str]()
+    bad = BadRows("corpus", work.settings.on_bad_row == "reject")
     try:
         with track("corpus", len(parts)) as advance:
             calls = [(work, number, files) for number, files in enumerate(parts)]
-            for counts, columns in (tasks if len(parts) > 1 else Tasks()).run(Work.partition, calls):
+            for counts, columns, bad_of_part in (tasks if len(parts) > 1 else Tasks()).run(Work.partition, calls):
                 sizes = [total + count for total, count in zip(sizes, counts, strict=True)]
                 seen |= columns
+                bad.merge(bad_of_part)
                 advance(note=f"{sum(sizes)} passages")
+        bad.check()
         require_passages(corpus, sum(sizes), work.settings.columns, work.settings.metadata, seen)
     except InputError:
         work.delete()
         raise
-    work.set_sizes(sizes)
+    work.set_sizes(sizes, bad)
     return sizes
 
 

@@ -6,6 +6,7 @@ import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from infembed_ray.config.base import nearest
-from infembed_ray.config.retrieval import FieldType
+from infembed_ray.config.retrieval import FieldType, IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.records import tables
+from infembed_ray.records.files import BadRow, BadRows, data_files, mapped_rows, wrong
 from infembed_ray.records.tables import Passage
 from infembed_ray.retrieval.passages import as_typed
 from infembed_ray.storage.places import Place, errors_at, listing, open_binary
@@ -27,18 +29,18 @@ PART_BYTES = 64 << 20
 """Bytes of a corpus that one task reads."""
 SAMPLE = 10_000
 """Maximum number of rows of a Parquet file that `count_passages` checks."""
-_OWN = ("id", "text")
+_OWN = ("id", "text", "title")
 
 
 def require_columns(columns: Mapping[str, str], metadata: Mapping[str, FieldType]) -> None:
     """Raise InputError if the settings `columns` or `metadata` name an impossible column."""
     for name in metadata:
-        if name in _OWN or name.startswith("_") or not name:
+        if name in ("id", "text") or name.startswith("_") or not name:
             remedy = f"choose another name and set columns.<that name>={name}"
             raise InputError.of(f"metadata.{name}", None, "this name is reserved", remedy)
     for name in columns:
         if name not in (own := [*_OWN, *metadata]):
-            fault = f"neither id, text nor a metadata column: {nearest(name, own)}"
+            fault = f"neither id, text, title nor a metadata column: {nearest(name, own)}"
             raise InputError.of(f"columns.{name}", None, fault)
 
 
@@ -56,71 +58,70 @@ def require_passages(
 
 def parts_of(corpus: Place) -> list[list[Place]]:
     """Divide the files of a corpus into at most `PARTS` parts; a small corpus is one part."""
-    files = tables.data_files(corpus, "corpus")
-    parts = min(PARTS, len(files)) if sum(listing(corpus).values()) > PART_BYTES else 1
+    files = data_files(corpus, "corpus")
+    parts = min(PARTS, len(files)) if sum(listing(file)[""] for file in files) > PART_BYTES else 1
     return [files[part::parts] for part in range(parts)]
 
 
 def rows(
-    file: Place, columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str]
+    file: Place, columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str], bad: BadRows
 ) -> Iterator[list[Any]]:
     """Yield id, text and metadata of each row of a file.
 
     Args:
         columns: column name of the index -> column name in the corpus.
         seen: takes the names of the columns of all rows.
+        bad: takes the rows without an id or a text, and those with a value of another type.
 
     Raises:
-        InputError: the file cannot be read, it has no ids or no texts, an id or a text is empty, or a value has another type.
+        InputError: the file cannot be read, or it has no ids or no texts.
     """
-    names: dict[str, str] = {}
     own = {name: theirs for name, theirs in columns.items() if name in _OWN}
-    for number, values in enumerate(tables.raw_rows(file, "corpus"), start=1):
-        if not names:
-            mapped = tables.mapping(values, Passage, file, "corpus", own)
-            names = {name: mapped[name] for name in _OWN} | {name: columns.get(name, name) for name in metadata}
+    further = {name: columns.get(name, name) for name in metadata}
+    names_of = partial(tables.mapping, row=Passage, path=file, name="corpus", columns=own)
+    for number, values, names in mapped_rows(file, bad, names_of):
         seen.update(values)
-        row, column = [], ""
         try:
-            for name, column in names.items():
-                value = values.get(column)
-                row.append(as_typed(value, metadata[name]) if name in metadata else _text(value))
-        except ValueError as fault:
-            shown = repr(values.get(column))[:60]
-            wrong = f"row {number}: column {column} {fault}, not {shown}"
-            raise InputError.of("corpus", file, wrong, "correct it or drop the row") from None
+            row: list[Any] = [*tables.document(values, names)]
+            for name, column in further.items():
+                try:
+                    row.append(as_typed(values.get(column), metadata[name]))
+                except ValueError as fault:
+                    raise wrong(column, str(fault), values.get(column)) from None
+        except BadRow as fault:
+            bad.add(file, number, fault, values)
+            continue
         yield row
 
 
-def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else "" if value is None or value != value else str(value)  # NaN is none
-    if not text.strip() or isinstance(value, (list, dict, bytes)):
-        raise ValueError("must be text that is not empty")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("must be text without lone surrogates") from None
-    return text
-
-
-def count_passages(corpus: Place, columns: Mapping[str, str], metadata: Mapping[str, FieldType]) -> int:
+def count_passages(settings: IndexSettings, corpus: Place) -> int:
     """Count the passages of a corpus, and check its rows; of Parquet files, the first `SAMPLE` rows.
 
     Raises:
         InputError: a file cannot be read, a column is missing, or one of these rows is invalid.
     """
-    total = 0
-    seen: set[str] = set()
-    for file in tables.data_files(corpus, "corpus"):
-        checked = rows(file, columns, metadata, seen)
+    columns, metadata, total = settings.columns, settings.metadata, 0
+    seen, bad = set[str](), BadRows("corpus", settings.on_bad_row == "reject")
+    for file in data_files(corpus, "corpus"):
+        checked = rows(file, columns, metadata, seen, bad)
         if file.suffix == ".parquet":
             deque(islice(checked, SAMPLE), maxlen=0)
             with errors_at(file, "corpus"), open_binary(file) as source:
                 total += pq.read_metadata(source).num_rows
         else:
             total += sum(1 for _ in checked)
+    bad.check()
     require_passages(corpus, total, columns, metadata, seen)
     return total
+
+
+def _plain(value: Any) -> Any:
+    """Convert a value of Python, NumPy or pandas for JSON: arrays and bytes to lists, what is missing to null, others to text."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, (bytes, set)):
+        return list(value)
+    return None if str(value) in ("NaT", "<NA>") else str(value)
 
 
 @contextlib.contextmanager
@@ -135,5 +136,5 @@ def corpus_file(corpus: str | Path | Iterable[str | Passage | Mapping[str, Any]]
             for number, given in enumerate(corpus):
                 row = {"id": str(number), "text": given} if isinstance(given, str) else given
                 row = asdict(row) if isinstance(row, Passage) else dict(row)
-                stream.write(json.dumps(row, default=str) + "\n")
+                stream.write(json.dumps(row, default=_plain) + "\n")
         yield file

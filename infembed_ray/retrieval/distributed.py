@@ -16,6 +16,7 @@ from infembed_ray.config.retrieval import CompactSettings, IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, errors_of_tasks, require_resources
+from infembed_ray.records.files import write_bad_rows
 from infembed_ray.retrieval import build, compaction
 from infembed_ray.retrieval.build import Chunk, Work, chunks_of, work_directory
 from infembed_ray.retrieval.faiss_import import faiss
@@ -159,6 +160,7 @@ def _run_in_engine(settings: IndexSettings) -> Published:
         made = Staging(step.partial, counts={"passages": facts.passages}, facts={"index": facts.as_json()})
         manifest = step.manifest(made, time.monotonic() - started)
         engine.finish(step.identity, manifest)
+        write_bad_rows(step.root, work.bad_rows())
         work.delete()
     say(f"index: {engine.address} names this version; `infembed index use` names another")
     return Published(step.path, manifest, fresh=True, uri=settings.output)

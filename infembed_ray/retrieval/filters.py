@@ -16,7 +16,7 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, datetime, timezone
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from infembed_ray.config.base import nearest
 from infembed_ray.config.retrieval import FieldType
 
-Value = str | int | float | bool | date
+Value = str | int | float | bool | date | list[str]
 
 _BOUNDS: Mapping[str, Callable[..., Any]] = {
     "gt": pc.greater,
@@ -43,6 +43,8 @@ _WANTED: Mapping[FieldType, str] = {
     "number": "a finite number that a 64-bit float holds",
     "boolean": "true or false",
     "date": "a date as in 2024-05-31",
+    "datetime": "a time as in 2024-05-31T14:30:00+02:00, without a zone in UTC",
+    "strings": "a list of strings",
 }
 
 
@@ -131,6 +133,12 @@ def _converted(value: Any, kind: FieldType) -> Value | None:
         if kind == "date" and isinstance(value, str):
             day = date.fromisoformat(value)
             return day if day.isoformat() == value else None  # Python 3.11 accepts more formats than 3.10
+        if kind == "datetime" and isinstance(value, str) and len(value) >= len("2024-05-31"):
+            at = datetime.fromisoformat(value.replace("Z", "+00:00"))
+            return at.astimezone(timezone.utc) if at.tzinfo else at.replace(tzinfo=timezone.utc)
+        if kind == "strings" and isinstance(value, list) and all(isinstance(item, str) for item in value):
+            "".join(value).encode()
+            return value
         if kind == "string" and isinstance(value, str):
             value.encode()
             return value
@@ -142,6 +150,8 @@ def _condition(where: str, field: str, kind: FieldType, operator: Any, written: 
         raise FilterError(f"{where}: unknown operator; {nearest(str(operator), OPERATORS)}")
     if operator in _BOUNDS and kind == "boolean":
         raise FilterError(f"{where}: true and false have no order; use eq or ne")
+    if kind == "strings":
+        raise FilterError(f"{where}: {field} is a list of strings, which a filter cannot compare; leave it out")
     if operator in ("in", "nin"):
         if not isinstance(written, (list, tuple)):
             raise FilterError(

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -49,7 +49,9 @@ class Index:
         encoder: InstructionEncoder,
         path: str | Path | None = None,
         *,
+        columns: Mapping[str, str] | None = None,
         metadata: Mapping[str, FieldType] | None = None,
+        on_bad_row: Literal["error", "reject"] = "error",
         shards: int = 1,
         factory: str | None = None,
         memory_gib: float | None = None,
@@ -64,12 +66,12 @@ class Index:
         same corpus, encoder and settings are not indexed again, and an interrupted build resumes.
 
         Args:
-            corpus: texts, whose ids are "0", "1", ...; `Passage`s; mappings with id, text and metadata; or the path of a
-                file or directory of such rows.
+            corpus: texts, whose ids are "0", "1", ...; `Passage`s; mappings with id, text and perhaps title and metadata; or
+                the path of a file, directory or glob of such rows.
             encoder: as `InstructionEncoder.from_pretrained` loaded it. Save an encoder that you changed, and load it again.
             path: directory or object-store URI for the published index; None: a temporary directory, which is deleted
                 with the `Index`.
-            metadata, shards, factory, memory_gib, recall_floor, batch_tokens, vectors, lexical: see `IndexSettings`.
+            columns, metadata, on_bad_row, shards, factory, memory_gib, recall_floor, batch_tokens, vectors, lexical: see `IndexSettings`.
 
         Raises:
             InputError: the corpus, the settings or the directory cannot be used, or recall is below the floor. Nothing is
@@ -81,7 +83,8 @@ class Index:
             remedy = "save it with save_pretrained, and load that directory with InstructionEncoder.from_pretrained"
             raise InputError.of("encoder", None, "its weights are in no file", remedy)
         model = str(Path(encoder.source).resolve()) if Path(encoder.source).is_dir() else encoder.source
-        given = {"metadata": dict(metadata or {}), "shards": shards, "factory": factory, "memory_gib": memory_gib}
+        given = {"columns": dict(columns or {}), "metadata": dict(metadata or {}), "on_bad_row": on_bad_row}
+        given |= {"shards": shards, "factory": factory, "memory_gib": memory_gib}
         given |= {"recall_floor": recall_floor, "batch_tokens": batch_tokens, "dimensions": encoder.dimensions}
         given |= {"vectors": vectors, "lexical": lexical}
         with corpus_file(corpus) as file, contextlib.ExitStack() as scratch:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, datetime, timedelta, timezone
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -49,6 +49,7 @@ PATIENCE_S = 5.0
 """Seconds in which to connect: after a lost connection, gRPC refuses calls for a second or two, and the client gives up at once."""
 EF, NPROBE = 256, 64
 """Effort of a search: candidates of a graph, at least one a hit, and inverted lists."""
+_EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=timezone.utc), timedelta(microseconds=1)
 _OPERATORS = {"gt": ">", "gte": ">=", "lt": "<", "lte": "<="}
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r"})
 _ID, _TEXT, _VECTOR = "id", "text", "vector"
@@ -335,7 +336,14 @@ def _literal(value: Value) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         return f'"{value.translate(_ESCAPES)}"'
-    return repr(value.toordinal() if isinstance(value, date) else value)
+    return repr(_stored(value))
+
+
+def _stored(value: Value | None) -> Any:
+    """A value as Milvus stores it: dates as days, times as microseconds."""
+    if isinstance(value, datetime):
+        return (value - _EPOCH) // _MICROSECOND
+    return value.toordinal() if isinstance(value, date) else value
 
 
 def _entity(
@@ -343,7 +351,7 @@ def _entity(
 ) -> dict[str, Any]:
     """A row of a collection; raises `fault` if a value is too long."""
     entity: dict[str, Any] = {_ID: id, _TEXT: text}
-    entity |= {PREFIX + c: v.toordinal() if isinstance(v, date) else v for c, v in metadata.items()}
+    entity |= {PREFIX + c: _stored(v) for c, v in metadata.items()}
     for field, value in entity.items():
         if isinstance(value, str) and (size := len(value.encode())) > MAX_BYTES:
             raise fault(
@@ -354,6 +362,8 @@ def _entity(
 
 
 def _loaded(value: Any, kind: FieldType) -> Any:
+    if kind == "datetime" and value is not None:
+        return (_EPOCH + value * _MICROSECOND).isoformat()
     return date.fromordinal(value).isoformat() if kind == "date" and value is not None else value
 
 
@@ -361,7 +371,8 @@ def _schema(client: Any, metadata: Mapping[str, FieldType], dimension: int) -> A
     from pymilvus import DataType
 
     types = {"string": DataType.VARCHAR, "integer": DataType.INT64, "number": DataType.DOUBLE}
-    types |= {"boolean": DataType.BOOL, "date": DataType.INT64}
+    types |= {"boolean": DataType.BOOL, "date": DataType.INT64, "datetime": DataType.INT64}
+    types |= {"strings": DataType.JSON}
     schema = client.create_schema(auto_id=False, enable_dynamic_field=False)
     schema.add_field(_ID, DataType.VARCHAR, is_primary=True, max_length=MAX_BYTES)
     schema.add_field(_TEXT, DataType.VARCHAR, max_length=MAX_BYTES)

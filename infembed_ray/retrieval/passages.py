@@ -4,10 +4,11 @@ A passage is found by bisection over the ids. All rows are one record batch, so 
 """
 
 import bisect
-import contextlib
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import date, datetime, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infembed_ray.config.retrieval import FieldType
+from infembed_ray.records.tables import text_of
 from infembed_ray.retrieval.filters import Value, typed
 from infembed_ray.storage import durable
 
@@ -26,6 +28,8 @@ COLUMN_TYPES: Mapping[FieldType, pa.DataType] = {
     "number": pa.float64(),
     "boolean": pa.bool_(),
     "date": pa.date32(),
+    "datetime": pa.timestamp("us", "UTC"),
+    "strings": pa.list_(TEXT),
 }
 
 
@@ -36,29 +40,75 @@ def schema(metadata: Mapping[str, FieldType]) -> pa.Schema:
 
 
 def as_typed(value: Any, kind: FieldType) -> Value | None:
-    """Convert a corpus value to its column type. Strings of CSV files are parsed; an empty one is null.
+    """Convert a corpus value to its column type without loss. Strings are parsed; NaN and an empty string are null.
+
+    pandas writes whole numbers as 2020.0 and dates as timestamps: these are read as what they were.
 
     Raises:
         ValueError: the value has another type; the message says what the type takes.
     """
-    if value is None or (value == "" and kind != "string"):
+    if value is None or value != value or (value == "" and kind != "string"):
         return None
-    if isinstance(value, str) and kind in _READ:
-        with contextlib.suppress(ValueError, KeyError):
-            value = _READ[kind](value)
-    elif isinstance(value, datetime) and value.time() == time():
-        value = value.date().isoformat()  # Parquet files often store dates as timestamps
-    elif isinstance(value, date) and not isinstance(value, datetime):
-        value = value.isoformat()
-    return typed(value, kind)
+    if getattr(value, "nanosecond", 0):
+        raise ValueError("must be a time in whole microseconds")
+    try:
+        converted = _READ[kind](value)
+    except (ValueError, KeyError, ArithmeticError):
+        converted = value  # `typed` refuses it
+    return typed(converted, kind)
 
 
 _NUMBER = re.compile(r"[-+.eE0-9]+")
 """Stricter than int() and float(), which accept other digits and underscores."""
-_READ: Mapping[FieldType, Callable[[str], Any]] = {
-    "integer": lambda text: int(text) if _NUMBER.fullmatch(text) else text,
-    "number": lambda text: float(text) if _NUMBER.fullmatch(text) else text,
-    "boolean": lambda text: {"true": True, "false": False}[text.lower()],
+_EXACT = 1 << 53
+"""Whole floats up to here are exact."""
+
+
+def _number(value: Any) -> Any:
+    return Decimal(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+
+
+def _integer(value: Any) -> Any:
+    number = _number(value)
+    if not isinstance(number, (float, Decimal)):
+        return value
+    if isinstance(number, float):
+        return int(number) if abs(number) <= _EXACT and number.is_integer() else value
+    return int(number) if abs(number) < 1 << 64 and number == int(number) else value
+
+
+def _float(value: Any) -> Any:
+    number = _number(value)
+    exact = isinstance(number, Decimal) and (isinstance(value, str) or Decimal(repr(float(number))) == number)
+    return float(number) if exact else value
+
+
+def _text(value: Any) -> Any:
+    return value.isoformat() if isinstance(value, date) else text_of(value, "")
+
+
+def _day(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > len("2024-05-31"):
+        value = datetime.fromisoformat(value)
+    if isinstance(value, datetime):
+        return value.date().isoformat() if value.time() == time() else value
+    return value.isoformat() if isinstance(value, date) else value
+
+
+def _strings(value: Any) -> Any:
+    if isinstance(value, str):
+        value = json.loads(value) if value.startswith("[") else [value]
+    return [text_of(item, "") for item in value] if isinstance(value, list) else value
+
+
+_READ: Mapping[FieldType, Callable[[Any], Any]] = {
+    "string": _text,
+    "integer": _integer,
+    "number": _float,
+    "boolean": lambda value: {"true": True, "false": False}[value.lower()] if isinstance(value, str) else value,
+    "date": _day,
+    "datetime": lambda value: value.isoformat() if isinstance(value, date) else value,
+    "strings": _strings,
 }
 
 

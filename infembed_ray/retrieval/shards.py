@@ -50,13 +50,13 @@ class Hit(NamedTuple):
 
     Attributes:
         score: inner product of unit vectors, in [-1, 1].
-        metadata: value of each metadata column; dates in ISO 8601; None for a missing value.
+        metadata: value of each metadata column; dates and times in ISO 8601; None for a missing value.
     """
 
     id: str
     score: float
     text: str
-    metadata: Mapping[str, str | int | float | bool | None] = _NO_METADATA
+    metadata: Mapping[str, str | int | float | bool | list[str] | None] = _NO_METADATA
 
 
 def shard_name(shard: int) -> str:
@@ -193,11 +193,16 @@ def hits_of(passages: pa.Table | pa.RecordBatch, scores: np.ndarray, rows: pa.Ar
     metadata: Iterable[Mapping[str, Any]] = repeat(_NO_METADATA)
     if columns:
         as_json = (c.cast(pa.string()) if pa.types.is_date(c.type) else c for c in columns)
-        values = zip(*(column.to_pylist() for column in as_json), strict=True)
+        listed = [_with_iso_times(c.to_pylist()) if pa.types.is_timestamp(c.type) else c.to_pylist() for c in as_json]
+        values = zip(*listed, strict=True)
         names = passages.schema.names[2:]
         metadata = (dict(zip(names, of_row, strict=True)) for of_row in values)
     ids, texts = (column.to_numpy(zero_copy_only=False) for column in (ids, texts))
     return list(map(Hit, ids, scores.tolist(), texts, metadata))
+
+
+def _with_iso_times(values: list[Any]) -> list[str | None]:
+    return [value and value.isoformat() for value in values]
 
 
 def write_vectors(

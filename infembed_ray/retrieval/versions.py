@@ -51,6 +51,7 @@ class IndexFacts:
         dimension: of the vectors.
         dimensions: to load the encoder with (`InstructionEncoder.from_pretrained(dimensions=...)`).
         metadata: columns of the passages besides id and text.
+        title: column of the corpus that comes before the text, where a row has it; None: titles are left out.
         lineage: identity of the first version; versions of a lineage share their write-ahead log.
         folded: sequence of the last change that the shards include.
     """
@@ -62,6 +63,7 @@ class IndexFacts:
     dimensions: int | None = None
     passages: int
     metadata: Mapping[str, FieldType] = field(default_factory=dict)
+    title: str | None = None
     shards: Sequence[ShardFacts]
     lineage: str
     folded: int = 0

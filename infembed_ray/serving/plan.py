@@ -24,7 +24,7 @@ from infembed_ray.config.serving import DEFAULT_COLLECTION, ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.checkpoint import files_digest, find, local, require_loadable
 from infembed_ray.ray_cluster import on_a_cluster
-from infembed_ray.records.tables import raw_rows
+from infembed_ray.records.files import raw_rows
 from infembed_ray.retrieval.faiss_index import require_gpu_faiss
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.milvus import Milvus, MilvusAddress, is_address

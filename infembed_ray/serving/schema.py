@@ -29,8 +29,8 @@ from infembed_ray.serving.explaining import (
 )
 
 InputType = Literal["query", "passage"]
-Metadata = str | int | float | bool | None
-"""A value of a metadata field; dates are ISO 8601 strings."""
+Metadata = str | int | float | bool | list[str] | None
+"""A value of a metadata field; dates and times are ISO 8601 strings."""
 
 MAX_CHARACTERS = 100_000
 """Characters of one text. The encoder truncates longer inputs than it reads, as it did when the index was built."""

@@ -174,7 +174,7 @@ class Folder:
         return replace(self, base=self.base.rsplit("/", 1)[0])
 
     def __truediv__(self, name: str) -> Folder:
-        return replace(self, base=f"{self.base}/{quote(name, safe='/=:@+,;~')}") if name else self
+        return replace(self, base=f"{self.base}/{quote(name, safe='/=:@+,;~*')}") if name else self
 
     def is_file(self) -> bool:
         """Whether this is one object, as of a `Path`."""

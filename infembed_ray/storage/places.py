@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 import pyarrow
@@ -37,9 +39,9 @@ def read_binary(file: Place) -> bytes:
 
 
 def read_text(file: Place) -> str | None:
-    """Read the text of a whole file; None if it does not exist."""
+    """Read the text of a whole file, without its byte order mark; None if it does not exist."""
     try:
-        return read_binary(file).decode("utf-8")
+        return read_binary(file).decode("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -71,6 +73,37 @@ def listing(place: Place) -> dict[str, int]:
         return {name: entry.size for name, entry in place.entries().items()}
     files = [place] if place.is_file() else [file for file in place.rglob("*") if file.is_file()]
     return {"" if file == place else file.relative_to(place).as_posix(): file.stat().st_size for file in files}
+
+
+def expanded(place: Place) -> list[Place]:
+    """List the visible files of a place: the file itself, those below a directory, or those that match a glob, sorted."""
+    if not has_pattern(place):
+        if place.is_file():
+            return [place]
+        return [place / str(name) for name in sorted(map(PurePosixPath, listing(place))) if not hidden(name)]
+    if isinstance(place, Path):
+        return [file for found in sorted(glob.glob(str(place), recursive=True)) for file in expanded(Path(found))]
+    root = place
+    while has_pattern(root):
+        root = root.parent
+    return [file for file in expanded(root) if matches(str(file), str(place))]
+
+
+def has_pattern(place: Place) -> bool:
+    """Whether a place is a glob, such as `DIR/*.jsonl`, and no file or directory has this name."""
+    return any(sign in str(place) for sign in "*?[") and not place.exists()
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a path matches a glob. `*` stays within a folder, `**` crosses folders."""
+    if "**" in pattern:
+        return fnmatchcase(name, pattern) or fnmatchcase(name, pattern.replace("**/", ""))
+    return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
+
+
+def hidden(path: PurePath) -> bool:
+    """Whether a file or one of its directories begins with a dot."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import time
@@ -26,13 +27,14 @@ from infembed_ray.errors import InputError, check_all
 from infembed_ray.storage import durable, provenance
 from infembed_ray.storage.leases import lease
 from infembed_ray.storage.object_store import Entry, Folder, convert_errors, is_uri, listing_digest, scratch
-from infembed_ray.storage.places import Place, errors_at, fingerprint_files, read_text
+from infembed_ray.storage.places import Place, errors_at, expanded, fingerprint_files, has_pattern, read_text
 from infembed_ray.storage.run_state import recorded
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
 STATES = "states"
 _HISTORY = (MANIFEST, STATES)
+_HUB_NAME = re.compile(r"[\w-]+/[\w-]+")
 _PACKAGE = Path(__file__).parents[1]
 _ORIGIN = ".uri"
 """File beside a copy of an input, with the URI that it was copied from."""
@@ -67,17 +69,18 @@ def find_input(value: str, name: str) -> Place:
     """Return the place of an input, without a copy: follow `latest`.
 
     Raises:
-        InputError: there is no such input, or the object store does not return it.
+        InputError: there is no such input, no file matches the glob, or the object store does not return it.
     """
     place = open_place(value, name)
     with errors_at(place, name):
         if not (place / MANIFEST).is_file() and (newest := read_text(place / LATEST)):
             place = place / newest.strip()
-        if place.exists():
+        if place.exists() or (has_pattern(place) and expanded(place)):
             return place
     if isinstance(place, Folder):
         raise InputError.of(name, place, "no object has this name or begins with it", "check the path")
-    raise InputError.of(name, value, "no such file or directory")
+    of_hub = f"for a data set of the hub run `hf download {value} --repo-type dataset --local-dir DIR` and give DIR"
+    raise InputError.of(name, value, "no such file or directory", of_hub if _HUB_NAME.fullmatch(value) else "")
 
 
 def resolve_input(value: str, name: str, without: Callable[[str], bool] | None = None) -> Path:
@@ -139,6 +142,8 @@ def fingerprint(path: Place) -> str:
     The manifest and the training states of a published output are left out: they do not belong to the result. What is in
     an object store is not read: sizes and times of the objects stand for their bytes.
     """
+    if has_pattern(path):
+        return _hashed("\0".join(f"{file.name}\0{fingerprint(file)}" for file in expanded(path)))
     if isinstance(path, Folder):
         return listing_digest({name: e for name, e in path.entries().items() if name.split("/")[0] not in _HISTORY})
     if path.is_dir():

@@ -39,6 +39,7 @@ from infembed_ray.llm.journal_store import open_journal, settle, wait_for_writer
 from infembed_ray.llm.ledger import Grant, LeaseReport, Ledger, LedgerStats, RateLimiter
 from infembed_ray.progress import Advance, say, track
 from infembed_ray.ray_cluster import connect
+from infembed_ray.records.files import write_bad_rows
 from infembed_ray.records.tables import Seed
 from infembed_ray.storage.object_store import Folder
 from infembed_ray.storage.places import Place
@@ -94,6 +95,7 @@ def run(settings: SynthesizeSettings) -> Published:
         require_writable(job.journal, "journal")
     limits = settings.limits if job.has_key else Limits()
     with step.publish() as staging, budget.held(limits, job.journal):  # no other run of it spends now
+        write_bad_rows(staging.path, seeds.bad)
         if job.has_key:
             _settle_journal(job.journal)
         spent_usd = 0.0 if settings.limits.budget_usd is None else budget.resume(job.journal, table)

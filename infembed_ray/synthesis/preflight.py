@@ -18,13 +18,13 @@ from infembed_ray.config.llm import ChatModel, Limits
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.llm import budget, prices
-from infembed_ray.llm.chat import replace_surrogates
 from infembed_ray.llm.client import run_in_thread
 from infembed_ray.llm.endpoint import missing_key_hint
 from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.journal_store import open_journal
 from infembed_ray.llm.prices import BATCH_PRICE, PriceTable
 from infembed_ray.records import tables
+from infembed_ray.records.files import BadRows
 from infembed_ray.records.tables import Seed
 from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.object_store import is_uri
@@ -61,6 +61,8 @@ class SeedReader:
     def __init__(self, settings: SynthesizeSettings) -> None:
         self._settings = settings
         self.path = resolve_input(settings.seeds, "seeds")
+        self.bad = BadRows("seeds")
+        """Rows that the last iteration could not use."""
 
     def __iter__(self) -> Iterator[Seed]:
         return islice(self._all(), self._settings.limit)
@@ -75,8 +77,8 @@ class SeedReader:
 
     def _all(self) -> Iterator[Seed]:
         settings = self._settings
-        for seed in tables.stream(self.path, Seed, "seeds", settings.columns, settings.split):
-            yield Seed(**{name: text and replace_surrogates(text) for name, text in vars(seed).items()})
+        self.bad = BadRows("seeds", settings.on_bad_row == "reject")
+        return tables.stream(self.path, Seed, "seeds", settings.columns, settings.split, self.bad)
 
 
 class _PassageSample:

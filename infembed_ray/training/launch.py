@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ from infembed_ray.modeling import model_card
 from infembed_ray.modeling.checkpoint import describe, locate
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import counted, say, track
+from infembed_ray.records.files import BAD_ROWS_FILE
 from infembed_ray.storage.places import Place, address
 from infembed_ray.storage.steps import STATES, Published, Staging, Step, find_input
 from infembed_ray.training import deepspeed_config, overlap, sources
@@ -57,6 +59,8 @@ def run(settings: TrainSettings) -> Published:
         output = {"output": staging.remote.uri} if staging.remote is not None else {}
         resolved = inputs.settings.model_copy(update=output)
         rows, sampler = lay_out(settings, inputs, staging.path / STATES)
+        if (left_out := staging.path / STATES / BAD_ROWS_FILE).exists():
+            shutil.copy(left_out, staging.path)
         done = CheckpointManager(staging.path / STATES, resolved, sampler).require_resumable()
         deepspeed_config.write(settings, staging.path)
         what = (

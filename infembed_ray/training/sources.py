@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from infembed_ray.config.training import Source, TrainSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.progress import counted, say
 from infembed_ray.records import tables, tuples
+from infembed_ray.records.files import BadRows, write_bad_rows
 from infembed_ray.records.tables import UNKNOWN, Record
 from infembed_ray.records.tuples import TrainingRecord
 from infembed_ray.storage.places import Place
@@ -59,6 +60,8 @@ class Tally:
     instructed: int = 0
     negatives: int = 0
     scored: int = 0
+    bad: BadRows = field(default_factory=lambda: BadRows(""))
+    """Rows that cannot be used."""
 
     def add(self, record: TrainingRecord) -> None:
         """Count a record."""
@@ -94,7 +97,9 @@ def write(
         file: Path of the file. If it exists, an interrupted attempt of this run wrote the same records to it.
     """
     file.parent.mkdir(exist_ok=True)
+    tallies = {} if tallies is None else tallies
     rows = Dataset(file) if file.exists() else Dataset.write(file, read(settings, places, tallies))
+    write_bad_rows(file.parent, *(tally.bad for tally in tallies.values()))
     if settings.validation is not None:
         held, _ = held_out(settings.validation)
         if shared := overlapping(rows, held):
@@ -123,7 +128,8 @@ def read(
     tallies = {} if tallies is None else tallies
     for name, source in named(settings).items():
         tally = tallies[name] = Tally()
-        for record in _stream(source, places[name], name):
+        tally.bad = BadRows(name, settings.on_bad_row == "reject")
+        for record in _stream(source, places[name], tally.bad):
             if settings.sources:
                 label = _label(name)
                 origin = label if record.source == UNKNOWN else f"{label}/{record.source}"
@@ -138,10 +144,10 @@ def _label(name: str) -> str:
     return name.removeprefix("sources.").removesuffix(".path")
 
 
-def _stream(source: Source, path: Place, name: str) -> Iterator[TrainingRecord]:
-    if tuples.found_in(path, name, source.columns, source.split):
-        return tuples.stream(path, name, source.columns, source.split)
-    return tables.stream(path, Record, name, tuples.single(source.columns), source.split)
+def _stream(source: Source, path: Place, bad: BadRows) -> Iterator[TrainingRecord]:
+    if tuples.found_in(path, bad.name, source.columns, source.split):
+        return tuples.stream(path, bad.name, source.columns, source.split, bad)
+    return tables.stream(path, Record, bad.name, tuples.single(source.columns), source.split, bad)
 
 
 def _require_trainable(settings: TrainSettings, tallies: Mapping[str, Tally]) -> None:

@@ -67,7 +67,7 @@ def test_an_encoder_adds_similarity_and_coverage(tmp_path, minilm, shared_data):
 def test_a_set_that_cannot_be_read_is_refused_before_anything_is_published(tmp_path, name):
     (tmp_path / "bad.jsonl").write_text("{}\nno JSON")
     base = settings(tmp_path, publish(tmp_path / "synthesis"))
-    with pytest.raises(InputError, match=rf"^{name}.b=.*bad.jsonl: line 2 is not JSON"):
+    with pytest.raises(InputError, match=rf"^{name}.b=.*bad.jsonl: row 2: is not JSON"):
         run(base.model_copy(update={name: {"b": str(tmp_path / "bad.jsonl")}}))
     assert list((tmp_path / "report").iterdir()) == []
 

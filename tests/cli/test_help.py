@@ -14,7 +14,13 @@ JOBS = [*sorted(CONFIGS.glob("*.yaml")), *sorted((CONFIGS / "paper").glob("*.yam
 
 
 def verb_of(file: Path) -> str:
-    return file.stem if file.parent == CONFIGS else "sweep" if file.stem.startswith("table") else "train"
+    return (
+        file.stem
+        if file.parent == CONFIGS or file.stem in ("evaluate", "report")
+        else "sweep"
+        if file.stem.startswith("table")
+        else "train"
+    )
 
 
 @pytest.mark.parametrize("file", JOBS, ids=lambda file: file.stem)

@@ -57,6 +57,36 @@ def test_corpora_that_are_not_shared_give_the_same_identity_without_a_copy(setti
     assert all(task.corpus_file.is_file() for task in resolved.tasks)  # where the second call wrote them
 
 
+def test_faults_of_all_tasks_are_told_at_once_and_a_gate_needs_changed_instructions(settings, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name / "qrels").mkdir(parents=True)
+        write_jsonl(tmp_path / name / "corpus.jsonl", [{"_id": "1", "text": "x"}])
+        write_jsonl(tmp_path / name / "queries.jsonl", [{"_id": "q", "text": "x"}])
+        (tmp_path / name / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq\tgone\t1\n")
+    names = tuple(str(tmp_path / name) for name in ("one", "two"))
+    with pytest.raises(InputError) as error:
+        resolve(settings.model_copy(update={"tasks": names, "records": None, "distractors": None}))
+    assert [fault.value for fault in error.value.faults] == list(names)
+    plain = settings.model_copy(update={"records": None, "distractors": None, "gate": "bm25"})
+    with pytest.raises(
+        InputError, match="gate=bm25: no task has changed instructions; evaluate InF-IR records or FollowIR"
+    ):
+        resolve(plain)
+    assert resolve(plain.model_copy(update={"gate": None})).bad[0].count == 0
+
+
+def test_bad_records_and_distractors_are_left_out_on_request(settings, tmp_path):
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("records", "distractors")}
+    write_jsonl(files["records"], [vars(record("tides")), {"query_positive": ["q"]}])
+    write_jsonl(files["distractors"], [{"id": "1", "passage": "p"}, {"id": "2", "passage": " "}])
+    given = settings.model_copy(update={name: str(file) for name, file in files.items()})
+    with pytest.raises(InputError, match=r"records.jsonl: row 2: .*set on_bad_row=reject"):
+        resolve(given)
+    inputs = resolve(given.model_copy(update={"on_bad_row": "reject"}))
+    assert [(bad.name, bad.count) for bad in inputs.bad[-2:]] == [("records", 1), ("distractors", 1)]
+    assert inputs.tasks[-1].about == {"records": 1, "distractors": 1}
+
+
 def test_the_identity_changes_with_tasks_and_the_order_of_models(settings):
     def identity(**change):
         changed = settings.model_copy(update=change)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -78,6 +80,32 @@ def test_averages_of_a_benchmark_are_unweighted_means_of_its_tasks():
     expected = np.mean([means[f"followir/{task}"]["p-MRR"] for task in ("robust04", "news21", "core17")])
     assert cells(evaluated, p_mrr)["other"].mean.value == pytest.approx(expected)
     assert dict(score.parts) == BENCHMARKS["followir"].averages["score"]
+
+
+def test_a_report_warns_of_intervals_over_few_queries_or_groups():
+    made = results({"a": FIGURES, "b": FIGURES}, ["base"])
+    assert (
+        tables.few(made)
+        == "Fewer than 20 queries, or groups of queries, give intervals that are too narrow: a (12), b (12)."
+    )
+    assert tables.few(made) in of_evaluation("o", made).as_markdown()
+    grouped = replace(made.tasks["a"], groups={query: query[-1:] for query in QUERIES})
+    assert "a (10), b (12)" in tables.few(replace(made, tasks={**made.tasks, "a": grouped}))
+    apart = replace(made, scores={"x": {"a": made.scores["base"]["a"]}, "y": {"b": made.scores["base"]["b"]}})
+    assert tables.few(apart) == tables.few(made)  # outputs of several evaluations
+    many = {"base": {"a": {"x": {str(n): 0.5 for n in range(20)}}}}
+    assert tables.few(replace(made, tasks={"a": made.tasks["a"]}, scores=many)) == ""
+
+
+def test_a_figure_has_one_interval_in_a_report():
+    """The table of the task and that of its controls resample the same queries in the same order."""
+    made = results({"a": FIGURES}, ["base", "tuned"])
+    shuffled = {label: dict(reversed(scores["a"]["p-MRR"].items())) for label, scores in made.scores.items()}
+    obeyed = {label: {"a": {"as given": {"p-MRR": values}}} for label, values in shuffled.items()}
+    report = of_evaluation("o", replace(made, obedience=obeyed))
+    main, controls = (next(s for s in report.ours if ("Obedience" in s.name) == named) for named in (False, True))
+    for row, other in zip(main.lines, controls.lines, strict=True):
+        assert row.numbers[0].interval == other.numbers[0].interval
 
 
 def test_a_figure_without_values_is_not_available():

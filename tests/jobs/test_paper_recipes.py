@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from infembed_ray.config.evaluation import EvaluateSettings, ReportSettings
 from infembed_ray.config.planning import PlanTrainSettings
 from infembed_ray.config.sweeps import SweepSettings
 from infembed_ray.config.training import TrainSettings
@@ -19,7 +20,8 @@ from tests.jobs.test_configs import CONFIGS, SHARED_DIRECTORY
 
 pytestmark = pytest.mark.integration  # building a backbone takes seconds, also without its weights
 
-RECIPES = sorted(path for path in (CONFIGS / "paper").glob("*.yaml") if not path.stem.startswith("table"))
+OTHERS = ("table", "evaluate", "report")
+RECIPES = sorted(path for path in (CONFIGS / "paper").glob("*.yaml") if not path.stem.startswith(OTHERS))
 SWEEPS = sorted((CONFIGS / "paper").glob("table*.yaml"))
 
 
@@ -45,6 +47,16 @@ def test_a_recipe_matches_its_backbone_and_its_header_the_plan(path):
     made = plan(PlanTrainSettings.load(str(path)))
     assert made.fits
     assert float(stated) == pytest.approx(made.memory.total / GIB, rel=0.02)
+
+
+def test_the_evaluation_has_every_recipe_under_the_label_of_its_row():
+    models = EvaluateSettings.load(str(CONFIGS / "paper" / "evaluate.yaml")).models
+    assert set(models) <= {row.name for row in TABLES["2"].rows} | {row.name for row in TABLES["5"].rows}
+    outputs = {TrainSettings.load(str(path)).output for path in RECIPES}
+    assert {model for label, model in models.items() if label.startswith("InF-Embed")} == outputs
+    results = ReportSettings.load(str(CONFIGS / "paper" / "report.yaml")).results
+    made = {SweepSettings.load(str(path)).output for path in SWEEPS}
+    assert set(results.values()) == {EvaluateSettings.load(str(CONFIGS / "paper" / "evaluate.yaml")).output, *made}
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)

@@ -19,7 +19,10 @@ def read(path, columns=None, split=None):
 
 def test_a_row_has_every_field_and_gets_an_id(tmp_path):
     whole = Example("7", "q", ("p", "p2"), ("n",), "i", "not i", (1.5, 2.0), (-3.0,), "web", "train")
-    path = write_jsonl(tmp_path / "a.jsonl", [{**vars(whole)}, {"query": "r", "positives": "only", "negatives": None}])
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        [{**vars(whole)}, {"query": "r", "positives": "only", "negatives": None, "instruction": float("nan")}],
+    )
     assert read(path) == [whole, Example("row-2", "r", ("only",))]
 
 
@@ -92,7 +95,7 @@ def test_directories_saved_by_datasets_are_read_with_their_splits(tmp_path):
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "dict"))
     parts["dev"].save_to_disk(str(tmp_path / "alone"), num_shards=2)
     assert [(e.query, e.split) for e in read(tmp_path / "dict", split="dev")] == [(f"dev {n}", "dev") for n in range(3)]
-    assert {(e.split, e.id) for e in read(tmp_path / "dict")} == {
+    assert {(e.split, e.id) for e in read(tmp_path / "dict" / "*")} == {
         *(("dev", f"row-{n}") for n in (1, 2, 3)),
         *(("train", f"row-{n}") for n in (4, 5, 6)),
     }
@@ -123,14 +126,17 @@ def test_directories_saved_by_datasets_are_read_with_their_splits(tmp_path):
             {"query": ("query", "positives")},
             r"columns.query=\['query', 'positives'\]: is one text; give one column",
         ),
-        ([ROW, {**ROW, "query": " "}], {}, r"a.jsonl: row 2: column query is empty; fill it or drop the row"),
-        ([ROW, {**ROW, "positives": []}], {}, r"row 2: column positives has no passage; give a positive, or drop"),
-        ([ROW, {**ROW, "positives": [" "]}], {}, r"row 2: column positives has ' ' as a passage; give texts"),
-        ([ROW, {**ROW, "positives": [{"body": "p"}]}], {}, r"row 2: column positives has {'body': 'p'} as a passage"),
-        ([{**ROW, "positives": {"text": ["p", "o"]}}], {}, r"row 1: column positives has {'text': \['p', 'o'\]} as a"),
-        ([ROW, {**ROW, "query": ["q", "r"]}], {}, r"row 2: column query has \['q', 'r'\]; give one text, or null"),
-        ([{**ROW, "instruction": float("nan")}], {}, r"row 1: column instruction has nan; give one text, or null"),
-        ([{}, ROW], {}, r"no column query \(found: \); set columns.query="),
+        ([ROW, {**ROW, "query": " "}], {}, r"a.jsonl: row 2: column query is empty; correct it or drop the row"),
+        ([ROW, {**ROW, "positives": []}], {}, r"row 2: column positives has no passage"),
+        ([ROW, {**ROW, "positives": [" "]}], {}, r"row 2: column positives must have passages, .* not ' '"),
+        ([ROW, {**ROW, "positives": [{"body": "p"}]}], {}, r"row 2: column positives must .*, not {'body': 'p'}"),
+        (
+            [{**ROW, "positives": {"text": ["p", "o"]}}],
+            {},
+            r"row 1: column positives must be one text, or null, not \['p', 'o'\]",
+        ),
+        ([ROW, {**ROW, "query": ["q", "r"]}], {}, r"row 2: column query must be one text, or null, not \['q', 'r'\]"),
+        ([{}, ROW], {}, r"row 1: column query is empty"),
         ([{**ROW, "negatives": ["n", "p"]}], {}, r"row 1: a negative is one of the positives: 'p'; drop it"),
         (
             [{**ROW, "negatives": ["n", "m"], "positive_scores": [1], "negative_scores": [2]}],
@@ -145,7 +151,7 @@ def test_directories_saved_by_datasets_are_read_with_their_splits(tmp_path):
         (
             [{**ROW, "negatives": ["n"], "positive_scores": ["high"], "negative_scores": [1]}],
             {},
-            r"row 1: column positive_scores has 'high' as a score; give finite numbers",
+            r"row 1: column positive_scores must have finite numbers as scores, not 'high'",
         ),
         ([{**ROW, "id": "1"}, {**ROW, "id": "1"}], {}, r"row 2: duplicate id 1; ids must be unique"),
         ([], {}, r"sources.mine.path=.*: has no rows"),

@@ -12,6 +12,7 @@ from obstore.exceptions import GenericError
 
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
+from infembed_ray.records.files import BadRows
 from infembed_ray.retrieval import build as module
 from infembed_ray.retrieval import corpus as corpora
 from infembed_ray.retrieval.build import (
@@ -117,7 +118,7 @@ def test_a_bad_row_is_named_by_its_uri_and_a_duplicate_id_is_refused_also_betwee
     for name in ("a.jsonl", "b.jsonl"):
         corpus.write(name, '{"id": "a", "text": "x"}\n')
     sizes = partition_corpus(corpus, work, Tasks())
-    with pytest.raises(DuplicateId, match="id a is a duplicate"):
+    with pytest.raises(DuplicateId, match="several rows have the id a"):
         sort_shards(corpus, sizes, work, Tasks(), None)
     assert work.sizes() is None
 
@@ -136,12 +137,12 @@ def test_rows_in_any_order_are_sorted_by_id_in_their_shard(
 ) -> None:
     monkeypatch.setattr(module, "_ROWS_AT_ONCE", at_once)
     monkeypatch.setattr(module, "CHUNK_PASSAGES", 37)
-    rows = [{"id": f"p{i}", "text": f"text {i} " + "x" * (i % 300), "year": i} for i in range(300)]
+    rows = [{"id": f"p{i}", "text": f"text {i} x" + "x" * (i % 300), "year": i} for i in range(300)]
     random.Random(0).shuffle(rows)
     files = [write_jsonl(tmp_path / f"{n}.jsonl", rows[n::3]) for n in range(3)]
     work, sizes = work_in(tmp_path / "work", 4), np.zeros(4, int)
     for part, own in enumerate((files[:2], files[2:])):
-        counts, seen = work.partition(part, own)
+        counts, seen, _ = work.partition(part, own)
         assert seen == {"id", "text", "year"}
         sizes += counts
     for shard in range(4):
@@ -158,7 +159,7 @@ def fill(work: Work, corpus: Path, rows: int, base: Base | None = None) -> list[
     sizes = np.zeros(work.settings.shards, int)
     for part in range(2):
         sizes += work.partition(part, [write_jsonl(corpus / f"{part}.jsonl", made[part::2])])[0]
-    work.set_sizes(sizes.tolist())
+    work.set_sizes(sizes.tolist(), BadRows("corpus"))
     for shard in range(len(sizes)):
         work.sort(shard, 2, module.CHUNK_PASSAGES, base)
     work.drop_spool()

@@ -233,7 +233,7 @@ def test_bad_input_is_refused_before_any_work(tmp_path: Path, settings: IndexSet
     refuse("metadata.id: this name is reserved", metadata={"id": "string"})
     refuse(r"row 1: column words must be a date as in 2024-05-31, not \d+", metadata={"words": "date"})
     refuse("no column text", corpus=write_corpus(tmp_path / "no_text.jsonl", [{"id": "a", "body": "x"}]))
-    refuse("column text must be", corpus=write_corpus(tmp_path / "blank.jsonl", [{"id": "a", "text": " "}]))
+    refuse("column text is empty", corpus=write_corpus(tmp_path / "blank.jsonl", [{"id": "a", "text": " "}]))
     refuse("empty, it has no rows", corpus=write_corpus(tmp_path / "empty.jsonl", []))
     damaged = tmp_path / "damaged"
     shutil.copytree(minilm, damaged)

@@ -1,16 +1,21 @@
 import json
 import re
+import shutil
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
+from infembed_ray.evaluation.tasks import catalogue
+from infembed_ray.evaluation.tasks.corpus import name_of
+from infembed_ray.records.files import BAD_ROWS_FILE, raw_rows
 from infembed_ray.records.tables import Passage
 from infembed_ray.retrieval import build
 from infembed_ray.retrieval.index import Index
@@ -19,6 +24,7 @@ from infembed_ray.retrieval.versions import IndexFacts, change_log, warn_of_chan
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from infembed_ray.storage.places import open_binary
 from infembed_ray.storage.steps import LATEST, MANIFEST, Step, read_manifest
+from tests.records.test_files import COMPRESS, FORMS
 from tests.retrieval.vectors import unit_vectors
 from tests.support.shards import write_shard
 
@@ -166,6 +172,62 @@ def test_an_index_of_texts_finds_what_brute_force_finds(encoder: Any, shards: in
 
 
 @pytest.mark.integration
+def test_one_corpus_in_every_form_gives_one_index_and_the_texts_that_are_evaluated(
+    encoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
+    rows = [
+        {"_id": str(n), "title": f"T{n}"[: 2 * (n % 2)], "text": f"{text} é 日本"} for n, text in enumerate(PASSAGES)
+    ]
+    forms = [tmp_path / f"corpus{suffix}" for suffix in (*FORMS, ".jsonl.gz", ".tsv.zst", ".csv.bz2")]
+    for file in forms:
+        codec = next((codec for codec in COMPRESS if codec and file.name.endswith(codec)), "")
+        file.write_bytes(COMPRESS[codec](FORMS[file.name.removeprefix("corpus").removesuffix(codec)](rows)))
+    (tmp_path / "nested.jsonl").write_bytes(
+        FORMS[".jsonl"]([{"id": int(row["_id"]), "text": {"title": row["title"], "text": row["text"]}} for row in rows])
+    )
+    Dataset.from_list(rows).save_to_disk(tmp_path / "saved", num_shards=2)
+    (tmp_path / "queries.jsonl").write_text('{"_id": "q", "text": "coffee"}')
+    (tmp_path / "qrels").mkdir()
+    (tmp_path / "qrels" / "test.tsv").write_text("\ufeffquery-id\tcorpus-id\tscore\r\nq\t1\t1\r\n", encoding="utf-8")
+    built, evaluated = set(), set()
+    for corpus in [*forms, tmp_path / "nested.jsonl", tmp_path / "saved", tmp_path / "saved" / "*.arrow"]:
+        index = Index.build(corpus, encoder)
+        built.add(json.dumps(index.facts.as_json()["shards"]))
+        assert (index.facts.title, index.shards[0].passages.column("text")[1].as_py()) == (
+            "title",
+            f"T1 {rows[1]['text']}",
+        )
+        if corpus in forms:
+            beir = tmp_path / f"beir-{corpus.name}"
+            (beir / "qrels").mkdir(parents=True)
+            for name in (corpus.name, "queries.jsonl", "qrels/test.tsv"):
+                shutil.copy(tmp_path / name, beir / name)
+            task = catalogue.load(str(beir))
+            evaluated.add(name_of(task.corpus))
+            assert task.corpus["text"].to_pylist() == index.shards[0].passages.column("text").to_pylist()
+    assert (len(built), len(evaluated)) == (1, 1)
+    without = Index.build(forms[0], encoder, columns={"title": ""})
+    assert (without.facts.title, without.shards[0].passages.column("text")[1].as_py()) == (None, rows[1]["text"])
+
+
+@pytest.mark.integration
+def test_bad_rows_stop_a_build_or_are_written_beside_the_index(encoder: Any, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"id": str(n), "text": text} for n, text in enumerate(PASSAGES)]
+    rows += [
+        {"id": "a", "text": " "},
+        {"id": "b", "text": ["x"]},
+        {"text": "x"},
+        {"id": "c", "text": "x", "year": "soon"},
+    ]
+    with pytest.raises(InputError, match=r"row 6: column text.*row 7: .*row 8: column id.*row 9: .*4 bad rows"):
+        Index.build(rows, encoder, tmp_path, metadata={"year": "integer"})
+    index = Index.build(rows, encoder, tmp_path, metadata={"year": "integer"}, on_bad_row="reject")
+    assert index.facts.passages == len(PASSAGES)
+    assert [row["where"] for row in raw_rows(index.path / BAD_ROWS_FILE, "")] == [f"row {n}" for n in (6, 7, 8, 9)]
+
+
+@pytest.mark.integration
 def test_rows_have_metadata_and_the_same_rows_are_not_indexed_again(
     encoder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,8 +363,8 @@ def test_a_corpus_or_vectors_that_do_not_fit_are_refused(encoder: Any, tmp_path:
         assert "\n" not in str(refusal.value)
         assert not (tmp_path / LATEST).exists()
 
-    refuse("row 2: column text must be", ["a text", " "])
-    refuse("id a is a duplicate", [Passage("a", "x"), Passage("b", "y"), Passage("a", "z")])
+    refuse("row 2: column text is empty", ["a text", " "])
+    refuse("several rows have the id a", [Passage("a", "x"), Passage("b", "y"), Passage("a", "z")])
     refuse("shards=0: Input should be greater than or equal to 1", PASSAGES, shards=0)
     refuse("corpus=nowhere.jsonl: no such file", "nowhere.jsonl")
     with pytest.raises(InputError, match=r"^encoder: its weights are in no file; save it"):

@@ -1,8 +1,10 @@
 import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -18,7 +20,10 @@ TYPES: dict[str, FieldType] = {
     "score": "number",
     "draft": "boolean",
     "day": "date",
+    "at": "datetime",
+    "tags": "strings",
 }
+NOON = datetime.datetime(2024, 5, 31, 12, 30, tzinfo=datetime.timezone.utc)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 ROWS = st.lists(
     st.fixed_dictionaries(
@@ -30,6 +35,8 @@ ROWS = st.lists(
             "score": st.floats(allow_nan=False, allow_infinity=False) | st.none(),
             "draft": st.booleans() | st.none(),
             "day": st.dates() | st.none(),
+            "at": st.datetimes(timezones=st.just(datetime.timezone.utc)) | st.none(),
+            "tags": st.lists(TEXTS, max_size=3) | st.none(),
         }
     ),
     unique_by=lambda row: row["id"],
@@ -81,6 +88,25 @@ def test_unsorted_or_duplicate_ids_are_refused(tmp_path: Path, ids: list[str]) -
         ("2020-02-29", "date", datetime.date(2020, 2, 29)),
         (datetime.date(2020, 2, 29), "date", datetime.date(2020, 2, 29)),
         (datetime.datetime(2020, 2, 29), "date", datetime.date(2020, 2, 29)),
+        ("2020-02-29T00:00:00", "date", datetime.date(2020, 2, 29)),
+        (pandas.Timestamp("2020-02-29"), "date", datetime.date(2020, 2, 29)),
+        (float("nan"), "number", None),
+        (float("nan"), "string", None),
+        (2020.0, "integer", 2020),
+        ("2020.0", "integer", 2020),
+        (Decimal("2020.00"), "integer", 2020),
+        (2020, "string", "2020"),
+        (2020.0, "string", "2020"),
+        (Decimal("0.1"), "number", 0.1),
+        ("2024-05-31T14:30:00+02:00", "datetime", NOON),
+        ("2024-05-31 12:30:00Z", "datetime", NOON),
+        (datetime.datetime(2024, 5, 31, 12, 30), "datetime", NOON),
+        (pandas.Timestamp("2024-05-31T14:30", tz="Europe/Berlin"), "datetime", NOON),
+        (datetime.date(2024, 5, 31), "datetime", NOON.replace(hour=0, minute=0)),
+        (["a", 7], "strings", ["a", "7"]),
+        ("a", "strings", ["a"]),
+        ('["a", "b"]', "strings", ["a", "b"]),
+        ([], "strings", []),
     ],
 )
 def test_values_of_json_csv_and_parquet_are_converted(value: Any, kind: FieldType, typed: Any) -> None:
@@ -91,13 +117,20 @@ def test_values_of_json_csv_and_parquet_are_converted(value: Any, kind: FieldTyp
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        (2020, "string"),
+        (True, "string"),
         (["a"], "string"),
+        (["a", None], "strings"),
+        ([["a"]], "strings"),
+        ({"a": 1}, "strings"),
+        (2020.5, "integer"),
+        (2.0**60, "integer"),  # pandas may have rounded it
+        ("1e400", "integer"),
+        (Decimal("0.1234567890123456789"), "number"),
+        ("soon", "datetime"),
+        (pandas.Timestamp("2024-05-31T14:30:00.000000001"), "datetime"),
         ("x", "integer"),
-        (2.0, "integer"),
         (True, "integer"),
         (2**63, "integer"),
-        (float("nan"), "number"),
         ("inf", "number"),
         (2**53 + 1, "number"),
         (False, "number"),

@@ -42,6 +42,8 @@ def test_bad_seeds_are_refused_by_the_survey(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [*table(2), {"id": "x", "query": "q", "passage": " "}])
     with pytest.raises(InputError, match="row 3: column passage is empty"):
         reader(path, limit=1).survey()
+    left = reader(path, on_bad_row="reject")
+    assert (left.survey().seeds, [row["where"] for row in left.bad.rows]) == (2, ["row 3"])
 
 
 def test_lone_surrogates_in_seeds_are_replaced(tmp_path: Path) -> None:
@@ -49,7 +51,7 @@ def test_lone_surrogates_in_seeds_are_replaced(tmp_path: Path) -> None:
     path.write_text(
         '{"id": "1\\ud83d", "query": "q \\ud83d!", "passage": "\\ud83d\\ude00 \\ude00", "topic": "\\ud83d"}\n'
     )
-    assert list(reader(path)) == [Seed("1?", "q ?!", "\U0001f600 ?", topic="?")]
+    assert list(reader(path)) == [Seed("1\ufffd", "q \ufffd!", "\U0001f600 \ufffd", topic="\ufffd")]
     assert reader(path).survey().seeds == 1
 
 

@@ -59,6 +59,8 @@ def test_bad_records_leave_no_file(tmp_path):
     rows = [vars(varied(n)) for n in range(5)]
     rows[3]["query_negative"] = " "
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(InputError, match=r"records=.*a.jsonl: row 4: column query_negative is empty; fill it or drop"):
+    with pytest.raises(
+        InputError, match=r"records=.*a.jsonl: row 4: column query_negative is empty; correct it or drop"
+    ):
         Dataset.write(tmp_path / "records.arrow", stream(tmp_path / "a.jsonl", Record, "records"))
     assert not (tmp_path / "records.arrow").exists()

@@ -9,6 +9,7 @@ import pytest
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.records.files import BAD_ROWS_FILE, raw_rows
 from infembed_ray.training import sources
 from infembed_ray.training.dataset import Dataset
 from infembed_ray.training.launch import run
@@ -41,6 +42,19 @@ def mix(files, **changes):
 
 def read(settings, tallies=None):
     return list(sources.read(settings, sources.locate(settings), tallies))
+
+
+def test_bad_rows_of_every_source_are_told_or_left_out_and_written(files, tmp_path):
+    bad = write_jsonl(
+        tmp_path / "bad.jsonl", [{"question": "q", "answers": []}, {"question": "q", "answers": "a"}, [1]]
+    )
+    given = {"plain": {"path": str(bad), "columns": {"query": "question", "positives": "answers"}}}
+    with pytest.raises(InputError, match=r"sources.plain.path=.*bad.jsonl: row 1: .* no passage.*row 3: .*2 bad rows"):
+        read(mix(files, sources=given, objective="uni{P}"))
+    chosen = mix(files, sources=given, objective="uni{P}", on_bad_row="reject")
+    rows = sources.write(chosen, sources.locate(chosen), tmp_path / "states" / "records.arrow")
+    assert len(rows) == 1
+    assert len(list(raw_rows(tmp_path / "states" / BAD_ROWS_FILE, "records"))) == 2
 
 
 def test_a_mix_is_read_as_one_set_with_the_names_of_its_sources(files, tmp_path):

@@ -168,6 +168,8 @@ class Report:
         if len(baselines) > 1:
             self.baselines = "the first model of the same output, of a sweep its backbone as it is"
         controls = obedience.MEANINGS if combined.results.obedience else {}
+        self.note = " ".join(filter(None, (tables.note(self.baselines), tables.few(combined.results))))
+        """How intervals and differences are computed, and which tasks have few queries."""
         self.conventions = conventions_of(combined.results.measures) | controls
         """How each measure is computed, and what each control asks."""
 
@@ -188,7 +190,6 @@ class Report:
             runs=sum(len(model.runs) for model in models),
             spread=any(len(model.runs) > 1 for model in models),
             mark=tables.MARK,
-            note=tables.note(self.baselines),
             notation={mark: text for mark, text in infir.MEANINGS.items() if any(n.endswith(mark) for n in shown)},
             source=sheets.SOURCE,
             spans=lambda sheet: [(over, len(list(same))) for over, same in groupby(sheet.columns, key=lambda c: c[0])],
@@ -208,7 +209,7 @@ class Report:
         listed = dict(self.conventions)
         for task, asked in self.collection.results.tasks.items():
             listed[task] = ", ".join(f"{fact.replace('_', ' ')} {value}" for fact, value in asked.about.items())
-        parts += [tables.note(self.baselines), "\n".join(f"- {name}: {text}" for name, text in listed.items())]
+        parts += [self.note, "\n".join(f"- {name}: {text}" for name, text in listed.items())]
         return "\n\n".join(parts) + "\n"
 
 

@@ -7,15 +7,14 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import tables
 from infembed_ray.evaluation.paper.collection import BASE, CombinedResults, ReportedModel
-from infembed_ray.evaluation.significance import Compared, Stratum, compare
-from infembed_ray.evaluation.tables import MARK, Column, Number
+from infembed_ray.evaluation.significance import Compared, compare
+from infembed_ray.evaluation.tables import MARK, Column, Number, stratum
 from infembed_ray.evaluation.tasks.catalogue import AS_PAPER, BENCHMARKS
 from infembed_ray.evaluation.tasks.task import Scores
 from infembed_ray.progress import aligned
@@ -185,9 +184,8 @@ def _controls(
         if figure in scores:
             of_queries.setdefault(tuple(sorted(scores[figure])), []).append(label)
     column, number_of = Column(figure, (), 100, 1), {}
-    for queries, labels in of_queries.items():
-        values = np.array([[asked[label][figure][query] for label in labels] for query in queries])
-        cells = compare([Stratum.from_values(values, [groups.get(query, query) for query in queries])])
+    for labels in of_queries.values():
+        cells = compare([stratum([asked[label][figure] for label in labels], groups)])
         for label, cell in zip(labels, cells, strict=True):
             number_of[label] = Number.from_cell(column, Compared(cell.mean))
     return number_of

@@ -11,17 +11,19 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Run, ranks
 from infembed_ray.evaluation.tasks.task import Task
-from infembed_ray.storage.places import Place, errors_at, place_of, read_binary
+from infembed_ray.records.files import open_text
+from infembed_ray.storage.places import Place, errors_at, place_of
 
 RUNS = "runs"
 """Folder of an evaluation's runs: a folder per model, a file per task."""
 SUFFIX = ".run.gz"
-_GZIP = b"\x1f\x8b"
 _UNSAFE = re.compile(r"[\s%]")
 _OURS = "infembed-"
 """First part of the names of runs that `write` made, whose ids are percent-encoded."""
@@ -56,7 +58,20 @@ class RunRanker:
             excluded = task.excluded.get(query, frozenset())
             scores = {document: score for document, score in rankings[query].items() if document not in excluded}
             ranked[query] = {document: scores[document] for document in list(ranks(scores))[:depth]}
+        documents = {document for ranking in ranked.values() for document in ranking}
+        if documents and coverage(task, ranked)["unknown_documents"] == len(documents):
+            fault = f"none of its documents is in the corpus of {task.name}, such as {min(documents)}"
+            raise InputError.of("model", file, fault, "give the run of this task, with the ids of its corpus")
         return ranked
+
+
+def coverage(task: Task, run: Run) -> dict[str, int]:
+    """Count the judged queries of a task, those of them without results, and the ranked documents that its corpus lacks."""
+    judged = [query.id for query in task.queries if query.id in task.qrels]
+    documents = pa.array({document for ranking in run.values() for document in ranking}, pa.string())
+    known = pc.sum(pc.is_in(task.corpus["id"], value_set=documents)).as_py() or 0
+    missing = sum(not run.get(query) for query in judged)
+    return {"judged_queries": len(judged), "without_results": missing, "unknown_documents": len(documents) - known}
 
 
 def write(directory: Path, model: str, task: str, run: Run) -> None:
@@ -79,17 +94,17 @@ def read(file: Place, name: str) -> dict[str, dict[str, float]]:
         InputError: a line is malformed, a score is not finite, a document occurs twice, or the file is empty.
     """
     run: dict[str, dict[str, float]] = defaultdict(dict)
-    with errors_at(file, name):
-        content = read_binary(file)
     try:
-        text = (gzip.decompress(content) if content.startswith(_GZIP) else content).decode()
+        with errors_at(file, name), open_text(file, "\n") as stream:
+            text = stream.read()
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise InputError.of(name, file, f"not readable ({error})", "copy it again") from error
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            query, _, document, _, score, tag = line.split()
+            tabbed = line.rstrip("\r").split("\t")
+            query, _, document, _, score, tag = tabbed if len(tabbed) == 6 else line.split()
             value = float(score)
         except ValueError:
             raise InputError.of(name, file, f"line {number} is not `{_COLUMNS}`", "correct the line") from None

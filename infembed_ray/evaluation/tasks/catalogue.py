@@ -15,7 +15,8 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks import layouts
 from infembed_ray.evaluation.tasks.layouts import CHANGED, MEASURES, ORIGINAL
 from infembed_ray.evaluation.tasks.repository import Repository, downloaded
-from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Task, checked
+from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Task, checked, without_identical
+from infembed_ray.records.files import BadRows
 from infembed_ray.storage.object_store import is_uri
 from infembed_ray.storage.places import Place, errors_at
 from infembed_ray.storage.steps import open_place
@@ -159,6 +160,10 @@ def _benchmark(name: str, values: Mapping[str, Any], suffix: str) -> Benchmark:
     return Benchmark(title, tuple(tasks.values()), averages)
 
 
+_IDENTICAL = frozenset(
+    f"{owner}/{name}" for owner in ("mteb", "beir") for name in ("arguana", "quora", "fiqa", "fever", "msmarco")
+)
+"""Data sets whose queries can be documents too; mteb leaves out the document with the query's own id of the same ones."""
 _LISTED = yaml.safe_load(Path(__file__).with_name("catalogue.yaml").read_text(encoding="utf-8"))
 
 BENCHMARKS: Mapping[str, Benchmark] = {
@@ -170,39 +175,54 @@ TASKS: Mapping[str, TaskEntry] = {entry.name: entry for benchmark in BENCHMARKS.
 # ------------------------------------------------------------------------------------------------------- loading
 
 
-def load(name: str, data: str | None = None, measures: Sequence[str] = ()) -> Task:
+def load(
+    name: str,
+    data: str | None = None,
+    measures: Sequence[str] = (),
+    identical: bool | None = None,
+    reject: bool = False,
+    bad: list[BadRows] | None = None,
+) -> Task:
     """Read and check a task.
 
     Args:
         name: a published task, perhaps as the paper, a data set of the hub, or what `layouts.read_own` takes.
         data: directory or URI with repositories of the hub, `DIR/OWNER/NAME`; None: they are downloaded.
         measures: as `with_measures` takes them.
+        identical: leave out the document with a query's own id; None: of the data sets that the catalogue lists.
+        reject: leave out rows that cannot be used; `bad` takes them.
 
     Raises:
         InputError: there is no such task, or its data are missing or inconsistent.
     """
     entry = find(name)
     if entry is None:
-        task = layouts.read_own(name)
+        task, left_out = layouts.read_own(name, reject)
     else:
         place = None if data is None else open_place(data, "data")
         with errors_at(place or Path(), "data"):
-            task = _published(entry, place)
+            task, left_out = _published(entry, place, reject)
+    if bad is not None:
+        bad += left_out
     published = name in TASKS
-    return with_measures(checked(task), measures or (() if published else MEASURES), keep=published)
+    if identical is None:
+        identical = entry is not None and any(r.lower() in _IDENTICAL for r in entry.repositories)
+    task = without_identical(checked(task, published=entry is not None), identical)
+    return with_measures(task, measures or (() if published else MEASURES), keep=published)
 
 
-def _published(entry: TaskEntry, data: Place | None) -> Task:
+def _published(entry: TaskEntry, data: Place | None, reject: bool) -> tuple[Task, list[BadRows]]:
     repositories = []
     for name in entry.repositories:
         about = (entry.name, name, entry.revision, entry.part)
         repositories.append(Repository(data / name, *about) if data else downloaded(*about))
+        repositories[-1].bad.reject = reject
     task = _READERS[entry.layout](*repositories, **entry.options)
-    task = replace(task, about={"repositories": {r.name: r.commit for r in repositories}})
+    task = replace(task, about={**task.about, "repositories": {r.name: r.commit for r in repositories}})
     if entry.name.endswith(AS_PAPER) and entry.layout in DIFFERENCES:
         words, change = DIFFERENCES[entry.layout]
         task = change(replace(task, about={**task.about, "protocol": words}), entry)
-    return task
+    return task, [repository.bad for repository in repositories]
 
 
 def with_measures(task: Task, measures: Sequence[str], keep: bool = True) -> Task:

@@ -16,17 +16,20 @@ import pyarrow.compute as pc
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks.task import CORPUS
 from infembed_ray.progress import track
+from infembed_ray.records.files import BadRows
 from infembed_ray.storage.object_store import Folder, scratch
 from infembed_ray.storage.places import Place
 
-_FORMAT = 1
+_FORMAT = 2
 """Version of the cached files; raise it when the same sources must give another file."""
 _ROWS = 4096
 _NAME = b"file"
 """Key of the table's metadata with the name of its file."""
 
 
-def mapped(task: str, files: Sequence[Place], documents: Callable[[], Iterator[tuple[str, str]]]) -> pa.Table:
+def mapped(
+    task: str, files: Sequence[Place], documents: Callable[[], Iterator[tuple[str, str]]], bad: BadRows | None = None
+) -> pa.Table:
     """Return the corpus of some files, memory-mapped: (m) `CORPUS`, in the order of the files.
 
     It is cached in `directory`, where a link named by the names, sizes and times of the files leads to it. Texts are
@@ -36,6 +39,7 @@ def mapped(task: str, files: Sequence[Place], documents: Callable[[], Iterator[t
         task: name of the task, for progress and error messages.
         files: the files that `documents` reads.
         documents: yields ids and texts; not called if the corpus is cached.
+        bad: takes rows that `documents` leaves out; then the corpus is read again the next time, and they are reported again.
     """
     stats = [(str(file), *_size_and_time(file)) for file in files]
     link = directory() / hashlib.sha256(json.dumps([_FORMAT, stats]).encode()).hexdigest()[:16]
@@ -47,6 +51,8 @@ def mapped(task: str, files: Sequence[Place], documents: Callable[[], Iterator[t
             _drop_duplicates(partial, task)
             path = link.with_name(name_of(_open(partial)))
             partial.replace(path)
+            if bad is not None and bad.count:
+                return _open(path).replace_schema_metadata({_NAME: path.name})
             partial.symlink_to(path.name)
             partial.replace(link)
     return _open(link).replace_schema_metadata({_NAME: link.readlink().name})

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,6 +18,8 @@ from infembed_ray.evaluation.metrics import Change
 from infembed_ray.evaluation.tasks.corpus import mapped
 from infembed_ray.evaluation.tasks.repository import Repository
 from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Query, Task, judgements
+from infembed_ray.records.files import BadRow, BadRows, mapped_rows, stem_of
+from infembed_ray.records.tables import Passage, document, mapping, text_of
 from infembed_ray.storage.object_store import is_uri
 from infembed_ray.storage.steps import find_input
 
@@ -24,7 +27,8 @@ MEASURES = ("nDCG@10", "recall@100", "MAP@1000", "MRR@10")
 """Figures of your own collection, beside p-MRR and Robustness@10, if the settings give no measures."""
 ORIGINAL, CHANGED = "og", "changed"
 """Suffixes of the ids of FollowIR's two versions of a query, and their kinds."""
-_ID = "_id|id"
+_ID = "id|_id"
+_JUDGED = ("query-id|query_id|qid", "corpus-id|corpus_id|docid|doc-id|doc_id", "score|relevance|rel")
 _NDCG = Figure("nDCG@10", "nDCG@10")
 
 
@@ -42,32 +46,44 @@ def read_mteb(repository: Repository, split: str = "test") -> Task:
     instructions = repository.by_query("instruction", "instruction") if "instruction" in repository.configs else None
     queries = []
     for row in repository.rows("queries", None, (_ID, "text")):
-        query = str(row[_ID])
+        query = row["id"]
         if instructions is not None and query not in instructions:
             raise repository.fault(f"query {query} has no row in `instruction`", "give it one")
         instruction = (row if instructions is None else instructions[query]).get("instruction")
-        group = None if row.get("group") is None else str(row["group"])
-        queries.append(Query(query, str(row["text"]), instruction or None, group=group))
+        group = text_of(row.get("group"), "group")
+        given = None if instruction != instruction else instruction  # NaN
+        queries.append(Query(query, row["text"], given or None, group=group or None))
     config = "qrels" if "qrels" in repository.configs and "default" not in repository.configs else "default"
-    judged = repository.rows(config, split, ("query-id", "corpus-id", "score"))
+    judged = repository.rows(config, split, _JUDGED)
     candidates: dict[str, list[str]] | None = None
     if "top_ranked" in repository.configs:
         ranked = repository.by_query("top_ranked", "corpus-ids")
-        candidates = {query: [str(document) for document in row["corpus-ids"]] for query, row in ranked.items()}
+        candidates = {query: row["corpus-ids"] for query, row in ranked.items()}
     qrels = judgements(repository.task, ((row["query-id"], row["corpus-id"], row["score"]) for row in judged))
-    corpus = _corpus(repository, "corpus", None, _ID, "text")
+    corpus = _corpus(repository, "corpus", None)
     return Task(repository.task, corpus, tuple(queries), qrels, figures=(), candidates=candidates)
 
 
-def _corpus(repository: Repository, config: str, split: str | None, name: str, text: str) -> pa.Table:
-    """Return the corpus of a split, by its columns of ids and of texts. mteb and BEIR join `title` and `text`."""
+def _corpus(
+    repository: Repository, config: str, split: str | None, columns: Mapping[str, str] | None = None
+) -> pa.Table:
+    """Return the corpus of a split: documents as `infembed index` reads them, but their texts may be empty.
+
+    Args:
+        columns: as `tables.mapping` takes them.
+    """
 
     def documents() -> Iterator[tuple[str, str]]:
-        for row in repository.rows(config, split, (name, text)):
-            title = row.get("title") if text == "text" else None
-            yield str(row[name]), f"{title} {row[text]}" if title else str(row[text])
+        for file in repository.files(config, split):
+            names_of = partial(mapping, row=Passage, path=file, name="tasks", columns=columns or {})
+            for number, values, names in mapped_rows(file, repository.bad, names_of):
+                try:
+                    yield document(values, names, empty=True)
+                except BadRow as fault:
+                    repository.bad.add(file, number, fault, values)
+        repository.bad.check()
 
-    return mapped(repository.task, repository.files(config, split), documents)
+    return mapped(repository.task, repository.files(config, split), documents, repository.bad)
 
 
 # ------------------------------------------------------------------------------------- published benchmarks
@@ -90,7 +106,7 @@ def read_followir(repository: Repository, measure: str) -> Task:
         queries=tuple(replace(query, kind=query.id.rpartition("-")[2]) for query in task.queries),
         figures=(Figure("p-MRR", "p-MRR"), Figure(measure, measure, kind=ORIGINAL)),
         changes=tuple(
-            Change(f"{query}-{ORIGINAL}", f"{query}-{CHANGED}", tuple(map(str, row["corpus-ids"])))
+            Change(f"{query}-{ORIGINAL}", f"{query}-{CHANGED}", tuple(row["corpus-ids"]))
             for query, row in differences.items()
         ),
     )
@@ -114,11 +130,11 @@ def read_bright(repository: Repository, subset: str) -> Task:
     `gold_ids` (relevant documents), `excluded_ids` (never ranked for it, such as the source of the query).
     """
     examples = list(repository.rows("examples", subset, ("id", "query", "gold_ids", "excluded_ids")))
-    excluded = {str(e["id"]): frozenset(map(str, e["excluded_ids"])) - {"N/A"} for e in examples}  # of none
+    excluded = {e["id"]: frozenset(map(str, e["excluded_ids"])) - {"N/A"} for e in examples}  # of none
     return Task(
         name=repository.task,
-        corpus=_corpus(repository, "documents", subset, "id", "content"),
-        queries=tuple(Query(str(example["id"]), str(example["query"])) for example in examples),
+        corpus=_corpus(repository, "documents", subset, {"text": "content", "title": ""}),
+        queries=tuple(Query(example["id"], example["query"]) for example in examples),
         qrels=judgements(repository.task, ((e["id"], document, 1) for e in examples for document in e["gold_ids"])),
         figures=(_NDCG,),
         excluded={query: documents for query, documents in excluded.items() if documents},
@@ -139,9 +155,9 @@ def read_mair(queries: Repository, docs: Repository, config: str) -> Task:
             labels.append((row["qid"], label["id"], label["score"]))
     return Task(
         name=queries.task,
-        corpus=_corpus(docs, config, None, "id", "doc"),
-        queries=tuple(Query(str(row["qid"]), str(row["query"]), row["instruction"] or None) for row in rows),
-        qrels=judgements(queries.task, labels),
+        corpus=_corpus(docs, config, None, {"text": "doc", "title": ""}),
+        queries=tuple(Query(row["qid"], row["query"], row["instruction"] or None) for row in rows),
+        qrels=judgements(queries.task, labels, published=True),
         figures=(_NDCG,),
     )
 
@@ -149,14 +165,14 @@ def read_mair(queries: Repository, docs: Repository, config: str) -> Task:
 # ------------------------------------------------------------------------------------------ your own collections
 
 
-def read_own(name: str) -> Task:
-    """Read a collection that is no published task: a directory in mteb's or BEIR's layout, or its URI in an object store; or
-    the file of the judgements of another split than `test`.
+def read_own(name: str, reject: bool = False) -> tuple[Task, list[BadRows]]:
+    """Read a collection that is no published task, and return its bad rows: a directory in mteb's or BEIR's layout, or its
+    URI in an object store; or the file of the judgements of another split than `test`. `reject` leaves out bad rows.
     """
     given = find_input(name, "tasks") if is_uri(name) else Path(name).expanduser().absolute()
-    if given.is_file():
-        return read_repository(Repository(given.parent.parent, name), given.stem)
-    return read_repository(Repository(given, name))
+    split = stem_of(given.name) if given.is_file() else "test"
+    repository = Repository(given.parent.parent if given.is_file() else given, name, reject=reject)
+    return read_repository(repository, split), [repository.bad]
 
 
 def read_repository(repository: Repository, split: str = "test") -> Task:

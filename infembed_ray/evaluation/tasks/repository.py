@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,13 +14,16 @@ from typing import Any
 import yaml
 
 from infembed_ray.errors import InputError, in_one_line
-from infembed_ray.records.tables import FORMATS, hidden, raw_rows
-from infembed_ray.storage.places import Place, listing, read_text
+from infembed_ray.records.files import BadRow, BadRows, format_of, located_rows, stem_of
+from infembed_ray.records.tables import text_of
+from infembed_ray.storage.places import Place, hidden, listing, matches, read_text
 
 CARD = "README.md"
 _METADATA = f".cache/huggingface/download/{CARD}.metadata"
 """File that `hf download --local-dir` writes; its first line is the commit."""
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.)")
+
+_TEXTS = ("id", "qid", "query-id", "corpus-id", "text", "query")
 
 Configs = Mapping[str, Mapping[str, Sequence[str]]]
 """Configuration -> split -> patterns of its files."""
@@ -38,10 +40,14 @@ class Repository:
         name: of the repository; empty: one's own directory.
         revision: the commit that it must have; None: any.
         part: part of the names of the files that the task reads; empty: everything.
+        reject: leave out rows that cannot be used.
     """
 
-    def __init__(self, path: Place, task: str, name: str = "", revision: str | None = None, part: str = "") -> None:
+    def __init__(
+        self, path: Place, task: str, name: str = "", revision: str | None = None, part: str = "", reject: bool = False
+    ) -> None:
         self.path = path
+        self.bad = BadRows("tasks", reject, value=task)
         self.task = task
         self.name = name
         self.revision = revision
@@ -100,6 +106,8 @@ class Repository:
         names = matching(self.configs[config][split], self._names)
         if not names:
             raise self.fault(f"no file of {config}/{split} in {self.path}", self.remedy)
+        if len(formats := sorted({str(format_of(PurePosixPath(name))) for name in names})) > 1:
+            raise self.fault(f"{config}/{split} has files of several formats, {' and '.join(formats)}", "keep one")
         shards = [shard for name in names if (shard := _SHARD.search(name))]
         if shards and len(shards) < int(shards[0][2]):
             few = f"{len(shards)} of the {int(shards[0][2])} files of {config}/{split}"
@@ -111,38 +119,50 @@ class Repository:
 
         Args:
             config, split: as `files` takes them.
-            columns: required columns; `_id|id` accepts either name.
+            columns: required columns; `id|_id` accepts either name, and gives the value under the first.
 
         Raises:
-            InputError: a file cannot be read, or a row lacks a column.
+            InputError: a file cannot be read; or after the last row, some lack a column.
         """
         for file in self.files(config, split):
-            for number, values in enumerate(raw_rows(file, f"tasks={self.task}: file"), start=1):
-                for column in columns:
-                    present = next((name for name in column.split("|") if values.get(name) is not None), None)
-                    if present is None:
-                        where = f"{file}: row {number}: column {column.replace('|', ' or ')}"
-                        raise self.fault(f"{where} is missing or null; the row has {', '.join(values)}", "add it")
-                    values[column] = values[present]
-                yield values
+            for number, values in located_rows(file, self.bad):
+                try:
+                    yield values | {column.split("|")[0]: _required(values, column) for column in columns}
+                except BadRow as fault:
+                    self.bad.add(file, number, fault, values)
+        self.bad.check()
 
     def by_query(self, config: str, column: str) -> dict[str, dict[str, Any]]:
         """Return the rows of a configuration with at most one row per query: `query-id` -> row."""
         row_of: dict[str, dict[str, Any]] = {}
         for row in self.rows(config, None, ("query-id", column)):
-            query = str(row["query-id"])
+            query = row["query-id"]
             if query in row_of:
                 raise self.fault(f"query {query} has two rows in `{config}`", "keep one")
             row_of[query] = row
         return row_of
 
 
+def _required(values: Mapping[str, Any], column: str) -> Any:
+    """Return the value of a column, whose name may have alternatives; ids and texts become texts."""
+    name = next((name for name in column.split("|") if values.get(name) is not None), None)
+    value = None if name is None else values[name]
+    if column.split("|")[0] in _TEXTS:
+        value = text_of(value, column)
+    elif column == "corpus-ids" and isinstance(value, (list, tuple)):
+        value = [text_of(document, column) for document in value]
+    if value is None:
+        found = ", ".join(map(str, values))[:200]
+        raise BadRow(f"column {column.split('|')[0]} is missing or null; the row has {found}")
+    return value
+
+
 def _by_names(names: Iterable[str]) -> Configs:
     files_of: dict[str, dict[str, list[str]]] = {}
     for name in map(PurePosixPath, names):
-        if name.suffix in FORMATS and len(name.parts) <= 2:
-            split = re.sub(r"-\d{5}-of-\d{5}$", "", name.stem)
-            files_of.setdefault(PurePosixPath(name.parts[0]).stem, {}).setdefault(split, []).append(str(name))
+        if format_of(name) and len(name.parts) <= 2:
+            split = re.sub(r"-\d{5}-of-\d{5}$", "", stem_of(name.name))
+            files_of.setdefault(stem_of(name.parts[0]), {}).setdefault(split, []).append(str(name))
     return files_of
 
 
@@ -191,10 +211,4 @@ def _splits(data_files: Any) -> dict[str, list[str]]:
 def matching(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
     """Return the file names that match a glob pattern, sorted. `*` stays within a folder, `**` crosses folders."""
     wanted = [PurePosixPath(pattern).as_posix() for pattern in patterns]
-    return sorted({name for name in names if any(_matches(name, pattern) for pattern in wanted)})
-
-
-def _matches(name: str, pattern: str) -> bool:
-    if "**" in pattern:
-        return fnmatchcase(name, pattern) or fnmatchcase(name, pattern.replace("**/", ""))
-    return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
+    return sorted({name for name in names if any(matches(name, pattern) for pattern in wanted)})

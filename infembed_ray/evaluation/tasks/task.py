@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import lcm
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,6 +17,7 @@ import pyarrow.compute as pc
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.metrics import Change, Qrels, Run, p_mrr, robustness, trec_measures
+from infembed_ray.progress import say
 from infembed_ray.storage.places import Place
 
 ROBUSTNESS = "Robustness@10"
@@ -86,25 +89,36 @@ class Task:
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-def judgements(task: str, rows: Iterable[tuple[Any, Any, Any]]) -> dict[str, dict[str, int]]:
-    """Collect judgements, each a query id, a document id and a score, as qrels; InputError for scores that contradict."""
-    qrels: dict[str, dict[str, int]] = defaultdict(dict)
+def judgements(task: str, rows: Iterable[tuple[Any, Any, Any]], published: bool = False) -> dict[str, dict[str, int]]:
+    """Collect judgements, each a query id, a document id and a score, as qrels; InputError for scores that contradict.
+
+    Of a published set, the highest of several scores counts, and fractions are scaled to whole numbers: nDCG does not change.
+    """
+    grades: dict[str, dict[str, Fraction]] = defaultdict(dict)
     for query, document, score in rows:
         where = f"qrels: document {document} of query {query}"
         try:
-            grade = float(score)
-        except (TypeError, ValueError):
-            grade = float("nan")
-        if not (grade == grade // 1 and grade <= HIGHEST):  # false for NaN
+            grade = Fraction(float(score)).limit_denominator(1000 if published else 1 << 60)
+        except (TypeError, ValueError, OverflowError):
+            grade = Fraction(HIGHEST + 1)
+        if grade > HIGHEST or not (published or grade.denominator == 1):
             remedy = f"scores are whole numbers up to {HIGHEST:,}"
             raise InputError.of("tasks", task, f"{where} has the score {score}", remedy)
-        if qrels[str(query)].setdefault(str(document), int(grade)) != grade:
+        known = grades[str(query)].setdefault(str(document), grade)
+        if known != grade and not published:
             raise InputError.of("tasks", task, f"{where} has two scores", "keep one")
-    return dict(qrels)
+        grades[str(query)][str(document)] = max(known, grade)
+    scale = lcm(*(grade.denominator for judged in grades.values() for grade in judged.values()))
+    return {query: {d: int(grade * scale) for d, grade in judged.items()} for query, judged in grades.items()}
 
 
-def checked(task: Task) -> Task:
-    """Return the task if it can be evaluated; InputError otherwise."""
+def checked(task: Task, published: bool = False) -> Task:
+    """Return the task if it can be evaluated; InputError otherwise.
+
+    Of a published task, what cannot be reached is left out or kept as mteb does, and counted in `about`.
+    """
+    if published:
+        task = _reachable(task)
 
     def require(faulty: Iterable[str], what: str, fault: str, remedy: str) -> None:
         """Raise the error of the first faulty id and the number of the others: `query 3 and 12 others`."""
@@ -128,26 +142,97 @@ def checked(task: Task) -> Task:
     named = [query for change in task.changes for query in (change.original, change.changed)]
     absent = (query for query in named if query not in queries)
     require(absent, "query", "the changed judgements need {}, not in queries", "give them, or drop the changes")
+    if task.changes and not published:
+        of_query = {query.id: query for query in task.queries}
+        if not any(query.instruction for query in task.queries):
+            raise InputError.of("tasks", task.name, "no query has an instruction, and qrel_diff needs two", "give them")
+        other = (c.changed for c in task.changes if of_query[c.original].query != of_query[c.changed].query)
+        require(other, "query", "{} has another text than its original", "a change is of the instruction alone")
+        never = (d for c in task.changes for d in c.documents if task.qrels[c.original].get(d, 0) <= 0)
+        require(never, "document", "qrel_diff names {}, never relevant to the original query", "correct the judgements")
 
     lists = {id(documents): documents for documents in (task.candidates or {}).values()}  # queries may share one
     for part, ids in {
-        "qrels": [document for judged in task.qrels.values() for document in judged],
+        "qrels": [] if published else [document for judged in task.qrels.values() for document in judged],
         "changed judgements": [document for change in task.changes for document in change.documents],
         "candidates": [document for documents in lists.values() for document in documents],
     }.items():
-        documents = pa.array(ids, pa.string()).unique()
-        present = task.corpus["id"].filter(pc.is_in(task.corpus["id"], value_set=documents))  # a table of few ids
-        unknown = documents.filter(pc.invert(pc.is_in(documents, value_set=present))).to_pylist()
         remedy = "is the corpus whole? Add the documents, or drop what names them"
-        require(unknown, "document", f"{part} name {{}}, not in the corpus", remedy)
+        require(_unknown(task, ids), "document", f"{part} name {{}}, not in the corpus", remedy)
     relevant = {query: [d for d, score in judged.items() if score > 0] for query, judged in task.qrels.items()}
     for asked, excluded in task.excluded.items():
         both = (document for document in relevant[asked] if document in excluded)
         require(both, "document", f"query {asked} excludes relevant {{}}", "correct one list")
     empty = set(task.corpus["id"].filter(pc.equal(task.corpus["text"], "")).to_pylist())
     blank = (document for documents in relevant.values() for document in documents if document in empty)
+    if published and (count := len(set(blank))):
+        return replace(task, about={**task.about, "relevant_documents_without_text": count})
     require(blank, "document", "relevant {} without text", "add the text")
     return task
+
+
+def _unknown(task: Task, ids: Iterable[str]) -> list[str]:
+    """Return those of some documents that the corpus lacks."""
+    documents = pa.array(ids, pa.string()).unique()
+    present = task.corpus["id"].filter(pc.is_in(task.corpus["id"], value_set=documents))  # a table of few ids
+    unknown: list[str] = documents.filter(pc.invert(pc.is_in(documents, value_set=present))).to_pylist()
+    return unknown
+
+
+def _reachable(task: Task) -> Task:
+    """Return a task without judgements of absent queries, unjudged queries, and absent candidates and changed documents.
+
+    Judgements of documents that the corpus lacks stay: as in mteb, they lower the recall of every model.
+    """
+    lists = {id(documents): documents for documents in (task.candidates or {}).values()}  # queries may share one
+    named = {document for judged in task.qrels.values() for document in judged}
+    named |= {document for change in task.changes for document in change.documents}
+    named |= {document for documents in lists.values() for document in documents}
+    asked, lost = {query.id for query in task.queries}, set(_unknown(task, named))
+    queries = tuple(query for query in task.queries if task.qrels.get(query.id))
+    about = {
+        "judgements_of_absent_queries": sum(len(judged) for query, judged in task.qrels.items() if query not in asked),
+        "judgements_of_absent_documents": sum(len(judged.keys() & lost) for judged in task.qrels.values()),
+        "queries_without_judgements": len(task.queries) - len(queries),
+    }
+    if not (lost or any(about.values())):
+        return task
+    told = ", ".join(f"{count} {fact.replace('_', ' ')}" for fact, count in about.items() if count)
+    say(f"warning: {task.name}: {told or 'candidates or changed documents that the corpus lacks'}")
+    kept = {query.id for query in queries}
+    left = {key: [document for document in own if document not in lost] for key, own in lists.items()}
+    return replace(
+        task,
+        queries=queries,
+        qrels={query: judged for query, judged in task.qrels.items() if query in asked},
+        candidates=task.candidates and {query: left[id(own)] for query, own in task.candidates.items()},
+        changes=tuple(
+            replace(change, documents=tuple(document for document in change.documents if document not in lost))
+            for change in task.changes
+            if kept >= {change.original, change.changed}
+        ),
+        about={**task.about, **{fact: count for fact, count in about.items() if count}},
+    )
+
+
+def without_identical(task: Task, leave_out: bool) -> Task:
+    """Return a task that never ranks the document with a query's own id, which is the query itself.
+
+    Without `leave_out`, report that there are such documents.
+    """
+    asked = [query.id for query in task.queries]
+    same = set(asked).difference(_unknown(task, asked))
+    same -= {query for query in same if task.qrels[query].get(query, 0) > 0}
+    if not same:
+        return task
+    if not leave_out:
+        say(
+            f"{task.name}: {len(same)} queries have the id of a document; if it is the query, set ignore_identical_ids=true"
+        )
+        return task
+    excluded = {query: task.excluded.get(query, frozenset()) | {query} for query in same}
+    about = {**task.about, "identical_ids_left_out": len(same)}
+    return replace(task, excluded={**task.excluded, **excluded}, about=about)
 
 
 # -------------------------------------------------------------------------------------------------------------- values

@@ -1,3 +1,4 @@
+import bz2
 import gzip
 import struct
 from dataclasses import replace
@@ -5,6 +6,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 import pytrec_eval
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,6 +78,35 @@ def test_a_run_ranks_its_task_from_its_file_or_from_a_folder_of_an_evaluation(tm
     assert ranker(file).rank(TASK, 1) == {"1": {"a": 0.5}, "2": {"c": 1e-12}}
     restricted = replace(TASK, excluded={"1": frozenset({"a"})})
     assert list(ranker(file).rank(restricted, 10)["1"]) == ["b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("run", "counts"),
+    [
+        ({"1": {"a": 1.0}, "2": {"b": 1.0}, "3": {"c": 1.0}}, (0, 0)),
+        ({"1": {"a": 1.0}}, (2, 0)),
+        ({"1": {"a": 1.0, "x": 0.5}, "2": {"x": 1.0, "y": 0.5}}, (1, 2)),
+        ({"1": {"x": 1.0}, "3": {"a": 1.0}}, (1, 1)),
+        ({"1": {}, "2": {"a": 1.0}}, (2, 0)),
+    ],
+)
+def test_queries_without_results_and_unknown_documents_are_counted(run, counts):
+    counted = runs.coverage(replace(TASK, qrels={query: {"a": 1} for query in "123"}), run)
+    assert (counted["judged_queries"], counted["without_results"], counted["unknown_documents"]) == (3, *counts)
+
+
+def test_a_run_of_unknown_documents_alone_is_refused_and_any_form_is_read(tmp_path):
+    with pytest.raises(InputError, match=r"none of its documents is in the corpus of followir/core17, such as A"):
+        ranker(written(tmp_path, {"1": {"A": 1.0, "B": 0.5}})).rank(TASK, 10)
+    text = "\ufeff1 Q0 a 1 2 x\r\n2\tQ0\tan id\t1\t+1.0\tx\r\n".encode()
+    for suffix, compress in {
+        ".txt": bytes,
+        ".gz": gzip.compress,
+        ".zst": zstandard.compress,
+        ".bz2": bz2.compress,
+    }.items():
+        (tmp_path / f"run{suffix}").write_bytes(compress(text))
+        assert runs.read(tmp_path / f"run{suffix}", "model") == {"1": {"a": 2.0}, "2": {"an id": 1.0}}
 
 
 def test_a_run_without_the_control_queries_has_as_given_and_inverted_only():

@@ -1,13 +1,17 @@
 """Collections are read from their layouts, if they are consistent."""
 
+import re
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.tasks import catalogue, layouts
-from infembed_ray.evaluation.tasks.task import means, score
+from infembed_ray.evaluation.tasks.task import judgements, means, score
+from infembed_ray.records.files import BadRows
 from tests.evaluation import published
 from tests.evaluation.published import DOCUMENTS, edit, texts
 from tests.support.files import write_jsonl
@@ -50,6 +54,73 @@ BEIR_FAULTS = {
 }
 
 
+JUDGED = "q0\t0\t2\nq1\t1\t+1\nq2\t2\t1.0\nq3\t3\t1\n"
+QRELS = {
+    "a byte order mark": "\ufeffquery-id\tcorpus-id\tscore\n" + JUDGED,
+    "CRLF": ("query-id\tcorpus-id\tscore\n" + JUDGED).replace("\n", "\r\n"),
+    "other names": "query_id\tdoc_id\trelevance\n" + JUDGED,
+    "further columns": "qid\titer\tdocid\trel\n" + re.sub(r"^(q\d)", "\\1\t0", JUDGED, flags=re.M),
+}
+
+
+@pytest.mark.parametrize("form", QRELS)
+def test_judgements_are_read_by_the_words_of_their_header(tmp_path: Path, form: str) -> None:
+    name = str(published.beir_like(tmp_path))
+    (tmp_path / "qrels" / "test.tsv").write_text(QRELS[form], encoding="utf-8", newline="")
+    expected = {"q0": {"0": 2}, "q1": {"1": 1}, "q2": {"2": 1}, "q3": {"3": 1}}
+    assert catalogue.load(name).qrels == expected
+
+
+@pytest.mark.parametrize("first", ["q1\td1\t1.0", "q1\td1\t+1", "q1\t0\td1\t1", "q1 0 d1 1", "id\tid\t1"])
+def test_judgements_without_a_header_are_refused(tmp_path: Path, first: str) -> None:
+    name = str(published.beir_like(tmp_path))
+    (tmp_path / "qrels" / "test.tsv").write_text(f"{first}\n{JUDGED}")
+    with pytest.raises(
+        InputError, match=r"test.tsv: row 1: (column query-id is missing|has 3 fields, the header has)|two columns"
+    ):
+        catalogue.load(name)
+
+
+def test_bad_rows_of_a_collection_are_left_out_on_request(tmp_path: Path) -> None:
+    name = str(published.beir_like(tmp_path))
+    with (tmp_path / "corpus.jsonl").open("a") as corpus:
+        corpus.write('{"_id": "new", "text": ["x"]}\n{"text": "x"}\noops\n{"_id": "blank", "text": ""}\n')
+    with pytest.raises(InputError, match=r"column text must be.*column _id is empty.*is not JSON.*3 bad rows"):
+        catalogue.load(name)
+    with (tmp_path / "qrels" / "test.tsv").open("a") as qrels:
+        qrels.write("q0\n")
+    for _ in range(2):  # also of a corpus that was read before
+        bad: list[BadRows] = []
+        task = catalogue.load(name, reject=True, bad=bad)
+        assert ([one.count for one in bad], texts(task)["blank"], "new" in texts(task)) == ([4], "", False)
+
+
+def test_the_document_that_is_the_query_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = str(published.beir_like(tmp_path))
+    edit(tmp_path / "corpus.jsonl", lambda rows: [*rows, {"_id": "q0", "title": "", "text": "the query"}])
+    assert catalogue.load(name).excluded == {}
+    assert (
+        "1 queries have the id of a document; if it is the query, set ignore_identical_ids=true"
+        in capsys.readouterr().out
+    )
+    task = catalogue.load(name, identical=True)
+    assert (task.excluded, task.about["identical_ids_left_out"]) == ({"q0": {"q0"}}, 1)
+    repository = tmp_path / "hub" / "mteb" / "arguana"
+    repository.mkdir(parents=True)
+    for file in ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv"):
+        (repository / file).parent.mkdir(exist_ok=True)
+        shutil.copy(tmp_path / file, repository / file)
+    files = {
+        "corpus": ("corpus", "corpus.jsonl"),
+        "queries": ("queries", "queries.jsonl"),
+        "default": ("test", "qrels/test.tsv"),
+    }
+    card = [{"config_name": c, "data_files": [{"split": s, "path": p}]} for c, (s, p) in files.items()]
+    (repository / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': card})}---\n")
+    assert catalogue.load("mteb/arguana", str(tmp_path / "hub")).excluded == {"q0": {"q0"}}
+    assert catalogue.load("mteb/arguana", str(tmp_path / "hub"), identical=False).excluded == {}
+
+
 @pytest.mark.parametrize("fault", BEIR_FAULTS)
 def test_a_faulty_directory_is_rejected(tmp_path: Path, fault: str) -> None:
     file, change, message = BEIR_FAULTS[fault]
@@ -70,7 +141,7 @@ def test_a_faulty_directory_is_rejected(tmp_path: Path, fault: str) -> None:
         ("q0\t5\t0.5", "has the score 0.5"),
         ("q0\t5\tnan", "has the score nan"),
         ("q0\t5\t2000000000", "has the score 2000000000; scores are whole numbers up to 1,000,000"),
-        ("q0\t5", "another number of fields than the header"),
+        ("q0\t5", "row 49: has 2 fields, the header has 3"),
     ],
 )
 def test_a_faulty_judgement_is_rejected(tmp_path: Path, line: str, message: str) -> None:
@@ -198,20 +269,10 @@ def test_followir_ranks_candidates_under_two_instructions(tmp_path: Path) -> Non
 
 FOLLOWIR_FAULTS = {
     "a query without candidates": ("top_ranked/top_ranked", lambda rows: rows[1:], "query 312-og without candidates"),
-    "unknown candidates": (
-        "top_ranked/top_ranked",
-        lambda rows: [rows[0] | {"corpus-ids": ["none"]}, *rows[1:]],
-        "candidates name document none, not in the corpus",
-    ),
     "two lists of candidates": (
         "top_ranked/top_ranked",
         lambda rows: [*rows, rows[0] | {"corpus-ids": rows[0]["corpus-ids"][:1]}],
         "query 312-og has two rows in `top_ranked`",
-    ),
-    "a query without judgements": (
-        "data/test",
-        lambda rows: [r for r in rows if r["query-id"] != "312-og"],
-        "query 312-og without judgements",
     ),
     "changes of no query": (
         "qrel_diff/qrel_diff",
@@ -229,6 +290,102 @@ FOLLOWIR_FAULTS = {
         "column score is missing",
     ),
 }
+
+
+UNREACHABLE = {
+    "an absent document is judged": (
+        "data/test",
+        lambda rows: [*rows, {"query-id": "312-og", "corpus-id": "gone", "score": 1}],
+        "judgements_of_absent_documents",
+    ),
+    "an absent query is judged": (
+        "data/test",
+        lambda rows: [*rows, {"query-id": "9-og", "corpus-id": rows[0]["corpus-id"], "score": 1}],
+        "judgements_of_absent_queries",
+    ),
+    "a query without judgements": (
+        "data/test",
+        lambda rows: [r for r in rows if r["query-id"] != "312-og"],
+        "queries_without_judgements",
+    ),
+    "an absent candidate": (
+        "top_ranked/top_ranked",
+        lambda rows: [r | {"corpus-ids": [*r["corpus-ids"], "gone"]} for r in rows],
+        None,
+    ),
+    "an absent changed document": (
+        "qrel_diff/qrel_diff",
+        lambda rows: [r | {"corpus-ids": [*r["corpus-ids"], "gone"]} for r in rows],
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNREACHABLE)
+def test_unreachable_judgements_of_a_published_set_are_counted(tmp_path: Path, case: str) -> None:
+    file, change, counted = UNREACHABLE[case]
+    root = published.followir_like(tmp_path)
+    whole = catalogue.load("followir/core17", str(root))
+    edit(root / published.FOLLOWIR["core17"] / f"{file}-00000-of-00001.parquet", change)
+    task = catalogue.load("followir/core17", str(root))
+    assert (counted is None) or task.about[counted] == 1
+    assert {query.id for query in task.queries} == {q.id for q in whole.queries} - (
+        {"312-og"} if "without" in case else set()
+    )
+    assert task.qrels.get("312-og", {}).get("gone", 0) == int("document is judged" in case)
+    assert not any("gone" in documents for documents in (task.candidates or {}).values())
+
+
+DIFFERENT = {
+    "another text": (
+        "queries.jsonl",
+        lambda rows: [r | {"text": r["text"] + "?"} if r["_id"] == "312-og" else r for r in rows],
+        "query 312-changed has another text than its original",
+    ),
+    "no instructions": (
+        "queries.jsonl",
+        lambda rows: [{"_id": r["_id"], "text": r["text"]} for r in rows],
+        "no query has an instruction",
+    ),
+    "never relevant": (
+        "qrels/test.tsv",
+        lambda text: "\n".join(line[:-1] + "0" if line.startswith("312-og\t") else line for line in text.split("\n")),
+        "never relevant to the original query",
+    ),
+    "unknown": (
+        "qrel_diff.jsonl",
+        lambda rows: [{"query-id": "312", "corpus-ids": ["gone"]}, *rows[1:]],
+        "document gone, never relevant",
+    ),
+    "of no query": (
+        "qrel_diff.jsonl",
+        lambda rows: [{"query-id": "9", "corpus-ids": ["0"]}],
+        "the changed judgements need query 9-og",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_changes_that_measure_nothing_are_refused(tmp_path: Path, case: str) -> None:
+    file, change, message = DIFFERENT[case]
+    queries = [{"_id": f"312-{kind}", "text": "q", "instruction": kind} for kind in ("og", "changed")]
+    rows = {"corpus.jsonl": [{"_id": "0", "text": "a"}, {"_id": "1", "text": "b"}], "queries.jsonl": queries}
+    rows["qrel_diff.jsonl"] = [{"query-id": "312", "corpus-ids": ["0"]}]
+    for name, of_file in rows.items():
+        write_jsonl(tmp_path / name, of_file if name != file else change(of_file))
+    qrels = "query-id\tcorpus-id\tscore\n312-og\t0\t1\n312-og\t1\t1\n312-changed\t0\t0\n312-changed\t1\t1"
+    (tmp_path / "qrels").mkdir()
+    (tmp_path / "qrels" / "test.tsv").write_text(qrels if file != "qrels/test.tsv" else change(qrels))
+    with pytest.raises(InputError, match=message):
+        catalogue.load(str(tmp_path))
+
+
+def test_fractional_and_repeated_labels_of_a_published_set_keep_their_order() -> None:
+    rows = [("q", "a", 0.5), ("q", "b", "1"), ("q", "c", 0.25), ("q", "a", 0.25), ("q", "d", 0)]
+    assert judgements("t", rows, published=True) == {"q": {"a": 2, "b": 4, "c": 1, "d": 0}}
+    for given in ("yes", None, float("nan"), float("inf"), 10**7):
+        with pytest.raises(InputError, match="has the score"):
+            judgements("t", [("q", "a", given)], published=True)
 
 
 @pytest.mark.parametrize("fault", FOLLOWIR_FAULTS)
