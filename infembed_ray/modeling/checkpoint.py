@@ -7,12 +7,16 @@ functions that load a model or ask the hub import torch and transformers, which 
 from __future__ import annotations
 
 import hashlib
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, cast
 
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from safetensors import SafetensorError, safe_open
+from tokenizers import normalizers
 
 from infembed_ray.config.training import Interaction, PoolingMode, Template
 from infembed_ray.errors import InputError
@@ -77,17 +81,13 @@ def find(model: str, setting: str, revision: str | None = None) -> Located:
         return _find_stored(stored, setting)
     path = resolve(Path(model).expanduser().absolute()).resolve()
     if path.is_dir():
-        for tower in _towers(str(path)):
-            folder = path / tower
-            if not (folder / "config.json").is_file():
-                _require_finished(path, f"{setting}={model}")
-                raise InputError(f"{setting}={model}: no config.json in this directory; give a model directory")
-            if not any(folder.glob("*.safetensors")):
-                raise InputError(
-                    f"{setting}={model}: no *.safetensors in this directory; convert the weights to safetensors"
-                )
-            for weights in folder.glob("*.safetensors"):
-                _require_whole(weights, f"{setting}={model}")
+        towers = _towers(str(path))
+        if not (path / towers[0] / "config.json").is_file():
+            _require_finished(path, f"{setting}={model}")
+        files = [file for tower in towers for file in (path / tower).glob("*")]
+        _require_files({PurePosixPath(file.relative_to(path)) for file in files}, str(path), f"{setting}={model}")
+        for weights in (file for file in files if file.suffix == ".safetensors"):
+            _require_whole(weights, f"{setting}={model}")
         return Located(str(path), {setting: path}, {})
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
         raise InputError.of(
@@ -100,13 +100,18 @@ def _find_stored(folder: Folder, setting: str) -> Located:
     """Check a model in an object store by its listing."""
     with convert_errors(folder.base, setting):
         names = {PurePosixPath(name) for name in folder.entries()}
-    path = local(folder.uri, setting, with_weights=False)
-    for tower in _towers(path):
-        if PurePosixPath(tower, "config.json") not in names:
-            raise InputError(f"{setting}={folder}: no config.json in this folder; give the folder of a model")
-        if not any(name.suffix == ".safetensors" and name.parent == PurePosixPath(tower) for name in names):
-            raise InputError(f"{setting}={folder}: no *.safetensors in this folder; convert the weights to safetensors")
+    _require_files(names, local(folder.uri, setting, with_weights=False), f"{setting}={folder}")
     return Located(folder.uri, {setting: folder}, {})
+
+
+def _require_files(names: set[PurePosixPath], path: str, setting: str) -> None:
+    """Raise InputError if a model, by the names of its files and its configuration at `path`, has parts missing."""
+    for tower in _towers(path):
+        pretrained.require_no_adapters(path, setting, tower)
+        if PurePosixPath(tower, "config.json") not in names:
+            raise InputError(f"{setting}: no config.json in this directory; give a model directory")
+        if not any(name.suffix == ".safetensors" and name.parent == PurePosixPath(tower) for name in names):
+            raise InputError(f"{setting}: no *.safetensors in this directory; convert the weights to safetensors")
 
 
 def local(model: str, setting: str = "model", with_weights: bool = True) -> str:
@@ -229,12 +234,13 @@ def describe(model: str, with_pooling: bool = True) -> Description:
     Raises:
         InputError: it has a module or a pooling that this encoder does not support.
     """
-    modules = read_json(model, "modules.json")
+    modules = read_json(model, "modules.json", kind=list)
     folders = _modules(model, modules) if modules else {}
     own = read_json(model, OWN_CONFIG)
     towers = _towers(model)
     settings = read_json(model, "config_sentence_transformers.json")
-    prompts = settings.get("prompts", {})
+    prompts = settings.get("prompts") or {}
+    _require_versions(model, settings.get("requirements"))
     lengths = [read_json(model, join(tower, "sentence_bert_config.json")).get("max_seq_length") for tower in towers]
     return Description(
         towers=towers,
@@ -256,6 +262,8 @@ def load(
 ) -> tuple[list[Any], Any]:
     """Load the backbones of a model, by their folders, and their tokenizer, which has a padding token.
 
+    The tokenizer writes small letters if `sentence_bert_config.json` says so.
+
     Args:
         with_weights: False: the backbones are on torch's meta device.
         native: the caller says how the model's attention differs from that of its class in transformers, so that code
@@ -270,8 +278,14 @@ def load(
     setting = f"model={model}"
     native = native or is_own(model)
     remedy = "set bidirectional=true or false, as its model card says, to load the class of transformers instead, or "
-    tokenizer = pretrained.tokenizer(model, setting, towers[0], native=native, remedy=remedy)
     configs = [pretrained.config(model, setting, tower, native=native, remedy=remedy) for tower in towers]
+    tokenizer = pretrained.tokenizer(model, setting, towers[0], native=native, remedy=remedy)
+    for config in configs:
+        decodes = config.is_encoder_decoder or getattr(type(config), "is_encoder_decoder", False)
+        if decodes or not hasattr(config, "hidden_size"):
+            kind = "an encoder-decoder" if decodes else f"not a text model ({config.model_type})"
+            remedy = "set kind=seq2seq for a reranker, or serve an embedder behind /v1/embeddings and set kind=api"
+            raise InputError.of("model", model, f"is {kind}, and the encoder needs one backbone of texts", remedy)
     if with_weights:
         backbones = [
             pretrained.weights("AutoModel", model, setting, subfolder=tower, config=config, **options)
@@ -280,16 +294,12 @@ def load(
     else:
         with torch.device("meta"):
             backbones = [pretrained.build(config, **options) for config in configs]
-    embedded = backbones[0].get_input_embeddings().num_embeddings
-    if tokenizer.vocab_size > embedded:  # without added tokens: Qwen2 gets one on loading
-        raise InputError(
-            f"model={model}: its tokenizer has {tokenizer.vocab_size} tokens but the model embeds {embedded}: it is another model's; "
-            "give the tokenizer that the model was trained with"
-        )
-    if not tokenizer.is_fast:
-        raise InputError(f"model={model}: its tokenizer is not a fast one; convert it to a tokenizer.json")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    for backbone in backbones:
+        pretrained.require_embedded(tokenizer, backbone, setting)
+    if read_json(model, join(towers[0], "sentence_bert_config.json")).get("do_lower_case"):
+        now = tokenizer.backend_tokenizer.normalizer
+        rest = [*cast(Any, now)] if isinstance(now, normalizers.Sequence) else [now] * (now is not None)
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rest])
     return backbones, tokenizer
 
 
@@ -302,9 +312,10 @@ def _towers(model: str, revision: str | None = None) -> Sequence[str]:
     """Return the folders of the backbones of queries and passages, or the directory itself; InputError for other routes."""
     router = read_json(model, ROUTER_CONFIG, revision)
     if not router:
-        return SHARED
+        listed = read_json(model, "modules.json", revision, list)
+        return (next((m.get("path", "") for m in listed if _kind(m["type"]) == "Transformer"), ""),)
     routes = router["structure"]
-    kinds = {router["types"][module].rsplit(".", 1)[-1] for route in routes.values() for module in route[:1]}
+    kinds = {_kind(router["types"][module]) for route in routes.values() for module in route[:1]}
     if set(routes) != set(ROUTES) or kinds != {"Transformer"}:
         raise InputError(
             f"model={model}: a Router over {', '.join(routes)} is not supported; give one whose routes "
@@ -315,27 +326,46 @@ def _towers(model: str, revision: str | None = None) -> Sequence[str]:
 
 def _modules(model: str, listed: list[dict[str, str]]) -> dict[str, str]:
     """Return kind -> folder of the modules of a sentence-transformers directory, with those of its routes."""
-    folders = {module["type"].rsplit(".", 1)[-1]: module.get("path", "") for module in listed}
+    folders = {_kind(module["type"]): module.get("path", "") for module in listed}
     if "Router" in folders:
         routed = read_json(model, ROUTER_CONFIG)["types"]
-        folders |= {kind.rsplit(".", 1)[-1]: folder for folder, kind in routed.items()}
+        folders |= {_kind(type): folder for folder, type in routed.items()}
     foreign = sorted(set(folders) - {"Router", "Transformer", "Pooling", "Normalize", "CrossAttention"})
     if foreign:
         raise InputError(f"model={model}: has a {foreign[0]} module, which is not supported; give a model without it")
     return folders
 
 
-def _saved_pooling(model: str, folder: str) -> PoolingMode | None:
+def _kind(type: str) -> str:
+    """Return the kind of a module of sentence-transformers; its path if it is the code of someone else."""
+    return type.rsplit(".", 1)[-1] if type.startswith(("sentence_transformers.", "infembed_ray.")) else type
+
+
+def _require_versions(model: str, needed: Any) -> None:
+    """Raise InputError unless the packages that a model needs, by its own words, are installed in these versions."""
+    for name, given in needed.items() if isinstance(needed, dict) else ():
+        specifier = given.get("specifier", "") if isinstance(given, dict) else given
+        package = {"pytorch": "torch"}.get(name, name)
+        try:
+            wanted = SpecifierSet(specifier)
+        except InvalidSpecifier:
+            continue  # as sentence-transformers does
+        has = next((found.version for found in metadata.distributions(name=package)), "none")
+        has = platform.python_version() if package == "python" else has
+        if has == "none" or not wanted.contains(has, prereleases=True):
+            fault = f"requires {package}{specifier} (config_sentence_transformers.json), but {has} is installed"
+            raise InputError.of("model", model, fault, f"pip install '{package}{specifier}', or give another model")
+
+
+def _saved_pooling(model: str, folder: str) -> PoolingMode:
     saved = read_json(model, join(folder, "config.json"))
     if saved.get("include_prompt") is False:
         raise InputError(
             f"model={model}: leaves prompts out of its pooling, which is not supported; set pooling=mean, last or cls "
             "to override it"
         )
-    modes = [saved["pooling_mode"]] if "pooling_mode" in saved else [k for k, on in saved.items() if on is True]
-    modes = [mode for mode in modes if "pooling_mode" in saved or mode.startswith("pooling_mode_")]
-    if not modes:
-        return None
+    given = saved.get("pooling_mode") or [n for n, on in saved.items() if n.startswith("pooling_mode_") and on is True]
+    modes = [given] if isinstance(given, str) else list(given) or ["mean"]
     if len(modes) > 1 or modes[0] not in POOLING_MODES:
         raise InputError(
             f"model={model}: pools by {' and '.join(map(str, modes))}; set pooling=mean, last or cls to override it"

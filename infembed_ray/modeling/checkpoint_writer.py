@@ -10,6 +10,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
+from infembed_ray.modeling import pretrained
 from infembed_ray.modeling.checkpoint import OWN_CONFIG, POOLING_MODES, ROUTER_CONFIG, ROUTES, SHARED, Description
 from infembed_ray.storage import durable
 
@@ -89,6 +90,7 @@ def _write_weights(folder: Path, backbone: Any, weights: Mapping[str, Stored]) -
 
 
 def _write_tokenizer(folder: Path, backbone: Any, tokenizer: Any, longest: int) -> None:
+    pretrained.require_portable(tokenizer, backbone.config, str(folder))
     tokenizer.init_kwargs.pop("auto_map", None)
     tokenizer.save_pretrained(folder)
     loading: dict[str, Any] = {"max_seq_length": longest, "do_lower_case": False}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.models.auto import modeling_auto as auto
 
 from infembed_ray import progress
 from infembed_ray.config.training import PoolingMode
@@ -461,10 +462,16 @@ class InstructionEncoder(nn.Module):
         return checkpoint.fingerprint(str(self.source), str(asked))
 
 
+_GENERATORS = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys() - {"xlnet"}
+"""Types of models that generate text and fill no masks."""
+
+
 def _is_causal(backbone: nn.Module) -> bool:
-    """Return whether attention is causal: by the attention layers, unless the config says otherwise.
+    """Return whether attention is causal: by the layers, or as generators of text are, unless the config says otherwise.
 
     `architectures` in the config is no evidence: it names the class that was saved last.
     """
-    layers = any(getattr(module, "is_causal", False) for module in backbone.modules())
-    return layers and getattr(backbone.config, "is_causal", True)
+    said = [module.is_causal for module in backbone.modules() if hasattr(module, "is_causal")]
+    config: Any = backbone.config
+    layers = any(said) if said else config.model_type in _GENERATORS
+    return layers and getattr(config, "is_causal", True)

@@ -20,8 +20,8 @@ class Overrides(TypedDict, total=False):
         pooling: default mean for encoders and bidirectional decoders, last for decoders.
         query_length, passage_length: token limits; default as of `TextFormat`, or the model's `max_seq_length` if that
             is less. Never more than the backbone has positions.
-        append_eos: default only if the last token is pooled, the tokenizer has an EOS and does not end texts with a
-            special token yet, and the model is not made for embedding.
+        append_eos: default only if the tokenizer does not end texts with a special token yet, and either its config has
+            `add_eos_token`, or the last token is pooled, it has an EOS and the model is not made for embedding.
     """
 
     template: Template | None
@@ -40,7 +40,8 @@ class Overrides(TypedDict, total=False):
 def end_texts(tokenizer: Any, append_eos: bool | None, mode: PoolingMode, saved: Description) -> None:
     """Make the tokenizer end texts with EOS if that is asked for, or if the default is to do so."""
     if append_eos is None:
-        append_eos = mode == "last" and tokenizer.eos_token is not None and not saved.finished
+        pooled = mode == "last" and tokenizer.eos_token is not None and not saved.finished
+        append_eos = pooled or bool(tokenizer.init_kwargs.get("add_eos_token"))
     if append_eos and not marks_the_end(tokenizer):
         add_eos(tokenizer)
 

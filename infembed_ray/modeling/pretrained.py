@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
+from tokenizers import Tokenizer
 
 from infembed_ray.errors import InputError
 
@@ -50,7 +51,7 @@ def _loading(setting: str, *problem_and_remedy: str) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
+    except Exception as error:  # tokenizers raises no narrower class, and transformers any of Python's
         raise unloadable(setting, error, *problem_and_remedy) from error
 
 
@@ -66,30 +67,101 @@ def config(
         remedy: how the user accepts it.
 
     Raises:
-        InputError: there is none, or it needs remote code.
+        InputError: there is none, it needs remote code, or its weights are not those of a whole model in full precision.
     """
     from transformers import AutoConfig
 
+    require_no_adapters(model, setting, subfolder, revision)
     with _loading(setting):
         loaded = AutoConfig.from_pretrained(model, subfolder=subfolder, revision=revision, trust_remote_code=False)
     if not native and (own := getattr(loaded, "auto_map", None)):
         raise remote_code(setting, f"auto_map has {', '.join(own)}", remedy)
+    if quantized := getattr(loaded, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
+        raise InputError(f"{setting}: its weights are quantized ({method}); give the model in full precision")
     # The kernels are a choice of this machine; a name like org/kernel would be code from the hub.
     loaded._attn_implementation = None
     return loaded
 
 
+def require_no_adapters(model: str, setting: str, subfolder: str = "", revision: str | None = None) -> None:
+    """Raise InputError if a directory has adapters: transformers would put them over the weights of another one."""
+    saved = read_json(model, join(subfolder, "adapter_config.json"), revision)
+    if saved:
+        raise InputError(
+            f"{setting}: has adapters (adapter_config.json) of {saved.get('base_model_name_or_path')}, and a model is read "
+            "from its own files alone; give the base and set `adapter` of evaluate, or merge them (peft's merge_and_unload)"
+        )
+
+
 def tokenizer(
     model: str, setting: str, subfolder: str = "", revision: str | None = None, native: bool = False, remedy: str = ""
 ) -> Any:
-    """Load a tokenizer; arguments and errors as of `config`."""
-    from transformers import AutoTokenizer
+    """Load a fast tokenizer that has a padding token; arguments and errors as of `config`.
 
+    It gives the ids of `tokenizer.json`: transformers builds tokenizers of its classes from parts of that file only. It also
+    drops `add_eos_token` of `tokenizer_config.json`, which `init_kwargs` keep here.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    options: dict[str, Any] = {"subfolder": subfolder, "revision": revision, "trust_remote_code": False}
+    file = cached(model, join(subfolder, "tokenizer.json"), revision)
+    loaded: Any = None
     with _loading(setting):
-        loaded = AutoTokenizer.from_pretrained(model, subfolder=subfolder, revision=revision, trust_remote_code=False)
+        saved = Tokenizer.from_file(file) if file else None
+        try:
+            loaded = AutoTokenizer.from_pretrained(model, **options)
+        except Exception as error:
+            if saved is None or "trust_remote_code" in str(error):
+                raise
+        if saved and not (loaded and _same_ids(loaded, saved)):
+            loaded = PreTrainedTokenizerFast.from_pretrained(model, **options)
+            loaded.rebuilt = True
     if not native and "auto_map" in loaded.init_kwargs:
         raise remote_code(setting, "auto_map of its tokenizer_config.json", remedy)
+    if not loaded.is_fast:
+        raise InputError(f"{setting}: its tokenizer is not a fast one; convert it to a tokenizer.json")
+    if loaded.pad_token is None:
+        loaded.pad_token = loaded.eos_token
+    if read_json(model, join(subfolder, "tokenizer_config.json"), revision).get("add_eos_token"):
+        loaded.init_kwargs["add_eos_token"] = True
     return loaded
+
+
+_PROBE = "Ein Café, naïve ﬁn İ ß: 3.14 e-mail  two\tspaces\n日本語 한국어 🙂 don't x_y"
+
+
+def _same_ids(loaded: Any, saved: Tokenizer) -> bool:
+    """Return whether a loaded tokenizer gives the ids of its file for probes: a text, and words of the vocabulary."""
+    words = sorted(saved.get_vocab(with_added_tokens=False))
+    sample = " ".join(words[:: len(words) // 512 + 1])
+    for backend in (loaded.backend_tokenizer, saved):
+        backend.no_truncation()
+        backend.no_padding()
+    texts = (_PROBE, f" {_PROBE.upper()} ", sample, sample.swapcase(), "a")
+    return all(loaded.backend_tokenizer.encode(text).ids == saved.encode(text).ids for text in texts)
+
+
+def require_portable(tokenizer: Any, config: Any, model: str) -> None:
+    """Raise InputError if transformers would read the tokenizer of a trained copy by a class that gives other tokens."""
+    from transformers.models.auto import tokenization_auto as auto
+
+    overruled = getattr(auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", ())
+    if getattr(tokenizer, "rebuilt", False) and config.model_type in overruled:
+        fault = (
+            f"transformers reads a copy's tokenizer.json by its class for {config.model_type}, which gives other tokens"
+        )
+        raise InputError.of("model", model, fault, "train another backbone, or give it the tokenizer of its family")
+
+
+def require_embedded(tokenizer: Any, model: Any, setting: str) -> None:
+    """Raise InputError if a tokenizer has tokens for which a model has no embedding."""
+    embedded = model.get_input_embeddings().num_embeddings
+    if beyond := sorted(token for token, id in tokenizer.get_vocab().items() if id >= embedded):
+        raise InputError(
+            f"{setting}: its tokenizer has {len(tokenizer)} tokens but the model embeds {embedded}: it is another model's, or "
+            f"{_listed(beyond)} were added without resize_token_embeddings; give the tokenizer that the model was trained with"
+        )
 
 
 def build(config: Any, **options: Any) -> Any:
@@ -232,7 +304,14 @@ def cached(model: str, file: str, revision: str | None = None) -> str | None:
     return path
 
 
-def read_json(model: str, name: str, revision: str | None = None) -> Any:
-    """Read a JSON file of a model, from its directory or from the hub; an empty object if it has none."""
+def read_json(model: str, name: str, revision: str | None = None, kind: type = dict) -> Any:
+    """Read a JSON file of a model, empty if it has none; InputError if it is damaged or not of this kind."""
     file = cached(model, name, revision)
-    return json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    try:
+        value = json.loads(Path(file).read_text(encoding="utf-8")) if file else kind()
+        if isinstance(value, kind):
+            return value
+        error: Any = f"it holds a {type(value).__name__}, not a {kind.__name__}"
+    except ValueError as invalid:
+        error = invalid
+    raise InputError(f"model={model}: {name} is damaged ({error}); copy or download it again")

@@ -6,6 +6,7 @@ probabilities that round to 1.0.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from infembed_ray.modeling import pretrained
 from infembed_ray.modeling.formats import Asked, fill, passage_text, query_text
 from infembed_ray.modeling.layout import length_sorted_batches
 from infembed_ray.modeling.pipeline import batch_tokens_of
+from infembed_ray.modeling.tokenizer import only_texts
 
 
 class ModelReranker(ABC):
@@ -48,18 +50,13 @@ class ModelReranker(ABC):
             use_safetensors=True,
             **({"device_map": device} if device == "meta" else {}),
         )
-        if not self.tokenizer.is_fast:
-            raise InputError(
-                f"model={settings.model}: its tokenizer is not a fast tokenizer; convert it to a tokenizer.json"
-            )
+        pretrained.require_embedded(self.tokenizer, self.model, setting)
         positions = getattr(self.model.config, "max_position_embeddings", None)
         if positions is not None and settings.pair_length > positions:
             raise InputError(
                 f"pair_length={settings.pair_length}: model={settings.model} has only {positions} positions; set it to "
                 "that or less"
             )
-        if self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
         if getattr(self.model.config, "pad_token_id", None) is None:
             # A decoder with a classification head finds the last token by it.
             self.model.config.pad_token_id = self.tokenizer.pad_token_id
@@ -82,8 +79,11 @@ class ModelReranker(ABC):
 
     def tokenized(self, pairs: Sequence[tuple[Asked, str]]) -> list[dict[str, list[int]]]:
         """Format and tokenize pairs for `relevance`, truncated to `pair_length` tokens."""
-        texts = {query: self._query_text(query) for query in {query for query, _ in pairs}}
-        return self._tokenize([(texts[query], passage_text(self._settings.passage, text)) for query, text in pairs])
+        with only_texts(text for query, _ in pairs for text in (query.query, query.instruction or "")):
+            texts = {query: self._query_text(query) for query in {query for query, _ in pairs}}
+        filled = [(texts[query], passage_text(self._settings.passage, text)) for query, text in pairs]
+        with only_texts(itertools.chain(*filled)):
+            return self._tokenize(filled)
 
     @torch.inference_mode()
     def relevance(self, inputs: Sequence[dict[str, list[int]]]) -> np.ndarray:

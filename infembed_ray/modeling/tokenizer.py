@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -87,11 +89,24 @@ class TextTokenizer:
             self.backend.enable_truncation(**cut)
         if self.backend.padding is not None:
             self.backend.no_padding()
-        encoded = self.backend.encode_batch(list(texts))
+        with only_texts(texts):
+            encoded = self.backend.encode_batch(list(texts))
         return [
             Tokens(one.ids or [self.pad_id], side, tokens_before(one, firsts[row]) if firsts and firsts[row] else 0)
             for row, one in enumerate(encoded)
         ]
+
+
+@contextmanager
+def only_texts(texts: Iterable[str]) -> Iterator[None]:
+    """Raise InputError if a tokenizer refuses texts: Python's may have lone surrogates, which UTF-8 cannot hold."""
+    try:
+        yield
+    except TypeError as error:
+        bad = next((t for t in texts if not isinstance(t, str) or re.search("[\ud800-\udfff]", t)), "")
+        raise InputError(
+            f"texts: {ascii(bad)[:80]} is no text of Unicode; remove lone surrogates, or give str"
+        ) from error
 
 
 def marks_the_end(tokenizer: Any) -> bool:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from infembed_ray.config.training import TrainSettings
+from infembed_ray.modeling import pretrained
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.storage import durable
@@ -38,14 +39,13 @@ def load(settings: TrainSettings) -> InstructionEncoder:
     architecture = architectures().get(settings.model)
     if architecture is None or Path(settings.model).exists():
         path = locate(settings.model, "model").path
-        return load_encoder(settings.model_copy(update={"model": path}), "meta")
+        encoder = load_encoder(settings.model_copy(update={"model": path}), "meta")
+        pretrained.require_portable(encoder.tokenizer, encoder.backbones[0].config, settings.model)
+        return encoder
     with tempfile.TemporaryDirectory() as directory:
         durable.replace_json(Path(directory) / "config.json", architecture["config"])
-        tokenizer = _tokenizer(architecture["config"]["max_position_embeddings"])
-        tokenizer.save_pretrained(directory)
-        encoder = load_encoder(settings.model_copy(update={"model": directory}), "meta")
-        encoder.tokenizer = tokenizer  # transformers would load a class for Qwen2 that splits words
-        return encoder
+        _tokenizer(architecture["config"]["max_position_embeddings"]).save_pretrained(directory)
+        return load_encoder(settings.model_copy(update={"model": directory}), "meta")
 
 
 def _tokenizer(positions: int) -> PreTrainedTokenizerFast:

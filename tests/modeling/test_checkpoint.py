@@ -1,8 +1,6 @@
 """Model directories: what tells them apart, what is refused, and what they must not give away."""
 
-import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -86,25 +84,6 @@ def test_a_router_with_other_routes_than_query_and_document_is_refused(backbone_
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pools by pooling_mode_max_tokens; set pooling="),
-        (
-            "1_Pooling/config.json",
-            {"pooling_mode": "mean", "include_prompt": False},
-            "leaves prompts out of its pooling",
-        ),
-        ("modules.json", [{"type": "sentence_transformers.models.Dense"}], "has a Dense module"),
-    ],
-)
-def test_unsupported_modules_and_poolings_are_refused(minilm, tmp_path, file, content, message):
-    shutil.copytree(minilm, tmp_path / "model")
-    (tmp_path / "model" / file).write_text(json.dumps(content))
-    with pytest.raises(InputError, match=message):
-        InstructionEncoder.from_pretrained(str(tmp_path / "model"))
-
-
-@pytest.mark.parametrize(
     ("model", "message"),
     [
         ("/no/such/dir", "no such model directory"),
@@ -125,16 +104,6 @@ def test_the_error_names_a_directory_without_a_model(tmp_path):
         locate(str(tmp_path), "model")
     with pytest.raises(InputError, match="cannot be loaded"):
         InstructionEncoder.from_pretrained(str(tmp_path))
-
-
-def test_the_error_names_a_tokenizer_of_another_model(tmp_path, minilm, backbone_path):
-    shutil.copytree(backbone_path("qwen2"), tmp_path, dirs_exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(minilm) / name, tmp_path / name)
-    with pytest.raises(
-        InputError, match=r"its tokenizer has \d+ tokens but the model embeds \d+: it is another model's"
-    ):
-        InstructionEncoder.from_pretrained(str(tmp_path), device="meta")
 
 
 @pytest.mark.parametrize("given", ["", ".0123456789ab.partial"])

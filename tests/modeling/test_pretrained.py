@@ -264,20 +264,6 @@ def test_adapters_that_are_not_of_the_model_are_refused(qwen2, adapter, tmp_path
         retriever(qwen2, kind="encoder", adapter=path)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (without("layers.1."), r"has no weights for layers\.1\..*lora_A.* and 11 more"),
-        (lambda weights: {n: w * math.inf for n, w in weights.items()}, "weights are infinite or NaN: .*lora"),
-    ],
-)
-def test_adapters_beside_the_weights_are_checked_too(qwen2, adapter, tmp_path, change, message):
-    path = changed(adapter, tmp_path / "adapter", change, "adapter_model.safetensors")
-    shutil.copytree(qwen2, path, dirs_exist_ok=True)
-    with pytest.raises(InputError, match=message):
-        InstructionEncoder.from_pretrained(path)
-
-
 @pytest.mark.parametrize("lora", [None, Lora(rank=2)])
 def test_a_model_that_is_not_finite_is_not_saved(qwen2, tmp_path, lora):
     encoder = InstructionEncoder.from_pretrained(qwen2)

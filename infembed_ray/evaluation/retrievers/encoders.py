@@ -38,10 +38,6 @@ class CheckpointEncoder:
             dimensions=settings.dimensions,
             dtype=getattr(torch, settings.dtype),
         )
-        if any(backbone.config.is_encoder_decoder for backbone in self.encoder.backbones):
-            remedy = "set kind=seq2seq for a reranker, or serve an embedder behind /v1/embeddings and set kind=api"
-            fault = "kind=encoder does not load an encoder-decoder model"
-            raise InputError.of("model", settings.model, fault, remedy)
         if settings.adapter is not None:
             self.encoder.backbone = pretrained.with_adapters(self.encoder.backbone, settings.adapter)
         if formatted and self.encoder.interaction is not None:

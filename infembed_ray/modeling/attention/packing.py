@@ -23,10 +23,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from infembed_ray.modeling.layout import Layout, flattened
+from infembed_ray.modeling.layout import Layout, flattened, padded
 from infembed_ray.modeling.tokenizer import Tokens
 
 ATTENTION = "packed_sdpa"
+_VERIFIED = {"bert", "gemma3_text", "llama", "mistral", "modernbert", "qwen2", "qwen3", "roberta", "xlm-roberta"}
+"""Types of models whose packed states the tests compare with padded ones; others are compared once when they are loaded."""
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -139,7 +141,26 @@ def enable_packing(backbone: Any) -> bool:
     )
     if able:
         backbone.set_attn_implementation(ATTENTION)
+        able = config.model_type in _VERIFIED or _packs_exactly(backbone)
+        if not able:
+            backbone.set_attn_implementation("sdpa")
     return bool(able)
+
+
+@torch.inference_mode()
+def _packs_exactly(backbone: Any) -> bool:
+    """Compare packed with padded states of two texts, one of them longer than a window of up to 256 tokens."""
+    embeddings, config = backbone.get_input_embeddings().weight, backbone.config
+    if embeddings.is_meta:
+        return True
+    pad, many = getattr(config, "pad_token_id", None) or 0, min(getattr(config, "sliding_window", None) or 0, 256) + 16
+    ids = [token for token in (place % len(embeddings) for place in range(many)) if token != pad]
+    texts, states = [Tokens(ids), Tokens(ids[:5])], []
+    for layout in (packed(texts, first_position(backbone)), padded(texts, pad)):
+        on = layout.to(embeddings.device)
+        states.append(backbone(**on.backbone_inputs(backbone)).last_hidden_state.flatten(0, 1)[on.tokens].float())
+    tolerance = 1e-3 if embeddings.dtype == torch.float32 else 5e-2
+    return bool((states[0] - states[1]).abs().max() <= tolerance * states[1].std())
 
 
 def packing_pays(device: torch.device, dtype: torch.dtype, drops: bool) -> bool:
@@ -189,8 +210,9 @@ def attention(
     if attend is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, is_causal=is_causal, **options)
     if sliding_window is not None and not is_causal:
-        # As in transformers' masks: a causal window includes the token itself, a bidirectional one does not.
-        sliding_window = cast(Any, module).config.sliding_window + 1
+        # As in transformers' masks: a causal window includes the token itself, a bidirectional one does not, but Gemma 3's.
+        inclusive = getattr(cast(Any, module).config, "use_bidirectional_attention", False)
+        sliding_window = cast(Any, module).config.sliding_window + (not inclusive)
     return attend(module, query, key, value, is_causal=is_causal, sliding_window=sliding_window, **options), None
 
 

@@ -1,6 +1,5 @@
 """Encoders with formats against sentence-transformers and transformers."""
 
-import json
 import math
 
 import numpy as np
@@ -17,7 +16,6 @@ from infembed_ray.evaluation.retrievers.baselines import TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
 from infembed_ray.modeling import adapters
 from infembed_ray.modeling.encoder import InstructionEncoder
-from tests.evaluation.retrievers import models as tiny
 from tests.modeling import backbones
 
 pytestmark = pytest.mark.integration
@@ -117,25 +115,6 @@ def test_adapters_of_another_model_are_rejected(minilm, tmp_path):
     adapters.save(tuned.backbones, tmp_path / "adapter")
     with pytest.raises(InputError, match="no adapters of this model"):
         load(kind="encoder", model=minilm, adapter=str(tmp_path / "adapter"))
-
-
-def test_an_encoder_decoder_is_not_an_encoder(tmp_path):
-    with pytest.raises(InputError, match="encoder-decoder"):
-        load(model=tiny.t5(tmp_path), **E5)
-
-
-def test_code_that_comes_with_a_model_never_runs(tmp_path, minilm):
-    ran = tmp_path / "ran"
-    code = f"open({str(ran)!r}, 'w').close()\nclass Config: pass\nclass Model: pass\n"
-    (tmp_path / "odd.py").write_text(code)
-    classes = {"AutoConfig": "odd.Config", "AutoModel": "odd.Model"}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "odd", "auto_map": classes}))
-    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
-    AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path)
-    settings = baselines.resolve("x", {"model": str(tmp_path), **E5})
-    with pytest.raises(InputError, match=r"models\.x\.model=.*never runs; serve it behind"):
-        baselines.inputs(settings, "models.x")
-    assert not ran.exists()
 
 
 def test_the_identity_depends_on_weights_and_prompts(tmp_path):
