@@ -60,6 +60,8 @@ def connect(address: str | None = None) -> None:
         options |= {"address": "local", "include_dashboard": False}
     if telemetry.json_logs():
         options["logging_config"] = ray.LoggingConfig(encoding="JSON", log_level="WARNING")
+    for name, default in ray_compat.MEMORY_RETRIES.items():
+        os.environ.setdefault(name, default)
     ray_compat.reload_core_config()
     ray_compat.pass_worker_logs_through(masked)
     _init(options)

@@ -1,6 +1,7 @@
 """Connecting to Ray, with start attempts that fail on real processes."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -124,3 +125,21 @@ def test_a_local_cluster_refuses_a_process_without_its_token(monkeypatch, tmp_pa
         refused = ask_gcs(address, **stranger)
         assert refused.returncode != 0
         assert "InvalidAuthToken" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_task_that_is_killed_for_memory_each_time_ends_with_an_error_of_ray():
+    code = """
+import time
+import ray
+from infembed_ray.errors import in_one_line
+from infembed_ray.ray_cluster import connect
+connect()
+try:
+    ray.get(ray.remote(lambda: time.sleep(300)).remote(), timeout=240)
+except ray.exceptions.OutOfMemoryError as error:
+    print(in_one_line(error, "mine"))
+"""
+    limits = {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "100"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | limits)
+    assert re.fullmatch(r"OutOfMemoryError: node .* ran out of memory \(.*; lower workers, or use .*\n", done.stdout)

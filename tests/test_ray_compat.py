@@ -42,7 +42,9 @@ def test_names_of_the_core_and_of_train_exist() -> None:
     assert ray_compat.SETUP_HOOK_VARIABLE == ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR
     assert "WORKER_PROCESS_SETUP_HOOK_ENV_VAR" in source("_private", "workers", "default_worker.py")
     assert ray_compat.JOB_CONFIG_VARIABLE == RAY_JOB_CONFIG_JSON_ENV_VAR
-    settings = ray_compat.START_LIMITS | ray_compat.NO_RETRY_LOG | ray_compat.NO_IDLE_WORKERS
+    settings = (
+        ray_compat.START_LIMITS | ray_compat.NO_RETRY_LOG | ray_compat.NO_IDLE_WORKERS | ray_compat.MEMORY_RETRIES
+    )
     settings |= ray_compat.raylet_death_check(1.5)
     core = (PACKAGE / "_raylet.so").read_bytes() + source("_private", "node.py").encode()
     assert [name for name in settings if name.removeprefix("RAY_").encode() not in core] == []

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import ray
 from ray.util import ActorPool
 
+from infembed_ray import ray_compat
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.config.mining import MineSettings
 from infembed_ray.errors import InputError, check_all
@@ -129,7 +130,7 @@ def _mine(settings: MineSettings, inputs: MiningInputs, positives: KnownPositive
     load = partial(
         Miner, settings, address(inputs.index.path), inputs.teacher, "cuda" if settings.gpus_per_worker else "cpu"
     )
-    actor = ray.remote(num_gpus=settings.gpus_per_worker, max_restarts=-1, max_task_retries=-1)(_Actor)
+    actor = ray.remote(num_gpus=settings.gpus_per_worker, **ray_compat.RETRIES)(_Actor)
     shared, pool = ray.put(positives), ActorPool([actor.remote(load) for _ in range(settings.workers)])
     rows, waiting = read(settings, inputs.records), deque[Path]()
     with track("mine", None) as advance:

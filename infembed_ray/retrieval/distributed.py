@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray.data import ActorPoolStrategy
 
+from infembed_ray import ray_compat
 from infembed_ray.config.retrieval import CompactSettings, IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.progress import counted, say, track
@@ -90,6 +91,7 @@ class OnRay(build.Tasks):
             fn_constructor_args=(work, self._model),
             compute=ActorPoolStrategy(size=work.settings.actors),
             num_gpus=work.settings.gpus_per_actor,
+            **ray_compat.RETRIES,
         )
         for row in encoded.iter_rows():
             if row["fault"] is not None:

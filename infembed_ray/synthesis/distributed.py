@@ -28,6 +28,7 @@ import ray
 import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from infembed_ray import ray_compat
 from infembed_ray.config.llm import Limits
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, in_one_line
@@ -289,6 +290,7 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
                 size=1, max_concurrent_calls_per_actor=at_once, max_tasks_in_flight_per_actor=at_once
             ),
             num_cpus=CPUS_PER_ACTOR,
+            **ray_compat.RETRIES,
             # Only actors that drain need it (module `driver_watch`): an environment of its own costs an actor a new process.
             **({"runtime_env": {"env_vars": RAY_ENVIRONMENT}} if driver and not os.environ.get("RAY_ADDRESS") else {}),
         )
