@@ -25,6 +25,7 @@ from urllib.parse import quote
 import httpx2
 import numpy as np
 
+from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.serving.schema import Collection, Model, SearchResponse
 from infembed_ray.serving.service import Document
 
@@ -141,7 +142,9 @@ class _Request(Generic[T]):
         try:
             return self.read(answer.json())
         except (ValueError, TypeError, KeyError) as error:
-            raise ApiError(answer.status_code, f"{answer.url} does not answer as this API") from error
+            raise ClientError(
+                f"{answer.url} does not answer as this API ({in_one_line(error)}); check base_url"
+            ) from error
 
 
 def _embed(
@@ -167,7 +170,12 @@ def _embed(
     """
 
     def read(body: Any) -> Embeddings:
-        vectors = [np.frombuffer(base64.b64decode(item["embedding"]), dtype="<f4") for item in body["data"]]
+        given = [
+            item["embedding"] for item in body["data"]
+        ]  # in base64, or as lists from a gateway that asks for these
+        vectors = [
+            np.frombuffer(base64.b64decode(one), "<f4") if isinstance(one, str) else np.array(one) for one in given
+        ]
         return Embeddings(np.stack(vectors).astype(np.float32), body["model"], body["usage"]["total_tokens"])
 
     options = {"instruction": instruction, "input_type": input_type, "dimensions": dimensions, "model": model}
@@ -278,6 +286,14 @@ def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------- clients
 
 
+def _address(base_url: str) -> str:
+    """Return the address of the server; InputError without a scheme and a host."""
+    url = httpx2.URL(base_url)
+    if url.scheme not in ("http", "https") or not url.host:
+        raise InputError.of("base_url", base_url, "is no address of a server", "give one such as http://127.0.0.1:8000")
+    return base_url.rstrip("/").removesuffix("/v1")
+
+
 def _headers(api_key: str | None) -> dict[str, str]:
     key = (api_key or os.environ.get(KEY_VARIABLE, "")).strip()  # of a file, with a line break
     return {"Authorization": f"Bearer {key}"} if key else {}
@@ -307,7 +323,7 @@ class Client:
     """Blocking client; threads may share it.
 
     Args:
-        base_url: of the server, without `/v1`.
+        base_url: of the server; `/v1` at its end is left out.
         api_key: None reads the environment variable INFEMBED_API_KEY, if it is set.
         timeout_s: of a call with all its attempts.
         transport: another way to reach the server, for tests.
@@ -322,7 +338,7 @@ class Client:
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
         self._timeout_s = timeout_s
-        self._http = httpx2.Client(base_url=base_url, headers=_headers(api_key), transport=transport)
+        self._http = httpx2.Client(base_url=_address(base_url), headers=_headers(api_key), transport=transport)
 
     embed = _blocking(_embed)
     search = _blocking(_search)
@@ -364,7 +380,7 @@ class AsyncClient:
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         self._timeout_s = timeout_s
-        self._http = httpx2.AsyncClient(base_url=base_url, headers=_headers(api_key), transport=transport)
+        self._http = httpx2.AsyncClient(base_url=_address(base_url), headers=_headers(api_key), transport=transport)
 
     embed = _awaitable(_embed)
     search = _awaitable(_search)

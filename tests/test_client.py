@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from infembed_ray import client as client_module
-from infembed_ray.client import ApiError, AsyncClient, Client, Document, Unreachable
+from infembed_ray.client import ApiError, AsyncClient, Client, ClientError, Document, Unreachable
+from infembed_ray.errors import InputError
 from tests.serving.debug import CARD, DebugService, debug_embed, listening
 from tests.serving.http.clients import make_app
 
@@ -187,7 +188,7 @@ def test_retries_of_an_unreachable_server_end_within_the_timeout_with_the_reason
 @pytest.mark.parametrize("answer", [httpx2.Response(200, text="<html>"), httpx2.Response(200, json={"data": [{}]})])
 def test_the_answer_of_another_server_is_an_error(pauses: list[float], answer: httpx2.Response) -> None:
     client, _ = answering(answer)
-    with pytest.raises(ApiError, match=r"http://search\.test/v1/models does not answer as this API"):
+    with pytest.raises(ClientError, match=r"http://search\.test/v1/models does not answer as this API"):
         client.models()
 
 
@@ -195,6 +196,30 @@ def test_the_answer_of_another_server_is_an_error(pauses: list[float], answer: h
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("given", ["127.0.0.1:8000", "localhost", "", "ftp://host", "http://", "/v1", "host:80/v1"])
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_an_address_without_scheme_or_host_is_refused_at_once(kind: Any, given: str) -> None:
+    with pytest.raises(InputError, match=r"^base_url=.*: is no address of a server; give one such as http://"):
+        kind(given)
+
+
+@pytest.mark.parametrize("given", ["http://h", "http://h/", "http://h/v1", "http://h/v1/", "http://h/prefix/v1"])
+@pytest.mark.parametrize("embedding", [[0.6, 0.8], "mpkZP83MTD8="])
+def test_an_address_may_end_in_v1_and_vectors_may_be_lists(given: str, embedding: Any) -> None:
+    asked = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        asked.append(request.url.path)
+        return httpx2.Response(
+            200, json={"data": [{"embedding": embedding}], "model": "m", "usage": {"total_tokens": 1}}
+        )
+
+    with Client(given, transport=httpx2.MockTransport(answer)) as client:
+        vectors = client.embed(["a"]).vectors
+    assert asked == [f"{'/prefix' if 'prefix' in given else ''}/v1/embeddings"]
+    np.testing.assert_array_equal(vectors, np.array([[0.6, 0.8]], dtype=np.float32))
+
+
 def test_importing_it_loads_neither_torch_nor_ray_nor_the_server() -> None:
     code = (
         "import sys, json, infembed_ray.client; print(json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"
