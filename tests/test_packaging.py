@@ -1,5 +1,6 @@
 """The wheel and the source distribution as pip builds them, and the requirements of their extras."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -87,6 +88,23 @@ def test_what_users_install_is_pinned(requirements: list[Requirement]) -> None:
     extras = ("", "cpu", "gpu", "onnx", "aws", "milvus", "trackers", "mteb", "quickstart")
     asked = {canonicalize_name(name) for extra in extras for name in required(requirements, extra)}
     assert asked <= pins().keys()
+
+
+def test_what_the_package_imports_is_required(requirements: list[Requirement]) -> None:
+    """Directly, not by way of another package; `grpc` comes with pymilvus, and `faiss` with one of two extras."""
+    files = (ROOT / "infembed_ray").rglob("*.py")
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    named += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    modules = {name.partition(".")[0] for name in named} - sys.stdlib_module_names - {"infembed_ray", "faiss", "grpc"}
+    owners = installed.packages_distributions()
+    asked = {
+        canonicalize_name(name)
+        for extra in ("", "onnx", "milvus", "trackers", "mteb")
+        for name in required(requirements, extra)
+    }
+    missing = {module for module in modules if not {canonicalize_name(n) for n in owners.get(module, [module])} & asked}
+    assert missing == set()
 
 
 def test_the_tests_run_with_the_pinned_versions() -> None:
