@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -23,6 +25,8 @@ from infembed_ray.telemetry import running_ray
 PACKAGE = "infembed-ray"
 KEY = "OPENAI_API_KEY"
 TOKEN_FILE = "~/.ray/auth_token"
+LEAST_FREE = 10 * 2**30
+"""Bytes that a disk should have free."""
 
 
 def run(places: list[str]) -> int:
@@ -39,6 +43,7 @@ def run(places: list[str]) -> int:
         "gpu": _gpu,
         "faiss": _faiss,
         "deepspeed": _deepspeed,
+        "disk": partial(_disk, Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir()))),
         "ray": _ray,
         **{place: partial(_endpoint if place.startswith("http") else _place, place) for place in places},
     }
@@ -144,8 +149,22 @@ def _ray() -> Iterator[str]:
 def _place(value: str) -> Iterator[str]:
     from infembed_ray.storage.steps import open_place, require_writable
 
-    require_writable(open_place(value, "output"), "output")
+    place = open_place(value, "output")
+    require_writable(place, "output")
     yield "can be written"
+    if isinstance(place, Path):
+        yield from _disk(place)
+
+
+def _disk(place: Path) -> Iterator[str]:
+    """Check the free space: Ray starts no task on a disk that is 95 % full."""
+    usage = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists()))
+    free = f"{place}: {usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.0f}"
+    if usage.free < max(LEAST_FREE, usage.total / 20):
+        raise InputError(
+            f"{free}; free 10 GiB and 5 % of the disk, or use another one (RAY_TMPDIR for Ray's own files)"
+        )
+    yield free
 
 
 def _endpoint(url: str) -> Iterator[str]:

@@ -40,6 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 if Ray or a gate failed, 2 for bad input, 130 if interrupted. An error is one line on stderr. One
         that nothing foresaw has its traceback before that line, and status 1.
     """
+    try:
+        try:
+            return _main(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments:
         print(_overview(), end="")
@@ -51,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         telemetry.set_up_logs()
         return _run(options) or 0
+    except BrokenPipeError:
+        raise
     except Exception as raised:
         error = explained(raised, stage)
         if not isinstance(error, KNOWN):

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
@@ -101,6 +102,18 @@ def test_an_output_that_cannot_be_written_is_a_fault(capsys, tmp_path):
     place = str(tmp_path / "file" / "out")
     assert main(["doctor", place]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == f"to mend: {place}"
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "holds"), [(5, 100, 0), (9.9, 20, 0), (40, 1000, 0), (60, 1000, 1), (11, 12, 1)]
+)
+def test_little_free_space_is_a_fault(free, total, holds, capsys, monkeypatch, tmp_path):
+    usage = SimpleNamespace(free=free * 2**30, total=total * 2**30)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    for check in (lambda: doctor._disk(tmp_path / "x"), lambda: doctor._place(str(tmp_path / "new" / "out"))):
+        held, lines = of(check, capsys)
+        assert held == bool(holds)
+        assert f"{free:.1f} GiB free of {total}" in lines[-1]
 
 
 def test_a_bucket_that_does_not_exist_is_a_fault(bucket, capsys):

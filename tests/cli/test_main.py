@@ -11,7 +11,9 @@ import pytest
 from infembed_ray import __version__
 from infembed_ray.cli.main import COMMANDS, GROUPS, main, parse
 from infembed_ray.cli.tools import TOOLS, Tool
+from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.config.verbs import MAINTENANCE, PLANS, VERBS, load
+from infembed_ray.storage.steps import Step
 
 MISSING = {
     "synthesize seeds=/nope output=o": "seeds=/nope: no such file",
@@ -120,6 +122,17 @@ def test_mistakes_that_are_found_together_are_lines_of_their_own(capsys):
     assert main(["sweep", "train.records=/a", "evaluate.records=/b", "models.a=org/model", "output=o"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[1] for line in lines] == ["train.records=/a", "evaluate.records=/b"]
+
+
+@pytest.mark.parametrize(
+    "words", ["--help", "train --help", "serve --print-config index=i", "runs {}", "runs {} --json"]
+)
+def test_a_reader_that_ends_early_gets_no_traceback(words, tmp_path):
+    with Step("train", AnalyzeSettings(records="", output="o"), str(tmp_path), {}).publish():
+        pass
+    command = f"{sys.executable} -m infembed_ray.cli {words.format(tmp_path)}"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command} | true"], capture_output=True, text=True)
+    assert done.stderr == ""
 
 
 def test_settings_may_follow_an_option(capsys):
