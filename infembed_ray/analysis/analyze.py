@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,8 @@ def run(settings: AnalyzeSettings) -> Published:
     done = step.finished() or _publish(settings, files, step)
     if failed := list(failures(settings.gates, read_json(place_of(done.address) / REPORT_FILE))):
         raise GateError(*failed)
-    return done
+    limits = settings.gates.model_dump(exclude_none=True)
+    return replace(done, gates={"figures": {f"gates.{name}": f">= {limit:g}" for name, limit in limits.items()}})
 
 
 def failures(gates: AnalyzeGates, report: Section) -> Iterator[str]:

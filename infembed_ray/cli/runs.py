@@ -101,9 +101,9 @@ def print_run(run_address: str, json: bool = False) -> None:
     _print({**run, "ancestry": ancestry}, iter(lines), json)
 
 
-def promote(release: str, alias: str, json: bool = False) -> None:
+def promote(release: str, alias: str, ungated: bool = False, json: bool = False) -> None:
     """Let an alias name a release; InputError as `releases.promote`."""
-    before, now = releases.promote(release, alias)
+    before, now = releases.promote(release, alias, ungated)
     text = f"{alias} names {now}{f', before {before}' if before else ''}"
     _print({"alias": alias, "release": now, "before": before}, iter([text]), json)
 
@@ -169,7 +169,8 @@ def _read(place: Place) -> Run | None:
         **{name: manifest[name] for name in ("stage", "identity", "created", "seconds")},
         "commit": commit[:12] + commit[40:],  # with the mark of uncommitted changes
         "usd": manifest.get("usd") or 0.0,
-        "gates": {name: limit for name, limit in (settings.get("gates") or {}).items() if limit is not None},
+        "gates": manifest.get("gates")
+        or {name: limit for name, limit in (settings.get("gates") or {}).items() if limit is not None},
         "next": NEXT.get(manifest["stage"], "").format(address(place)),
         "inputs": inputs,
     }
@@ -183,7 +184,7 @@ def run_at(value: str) -> Run | None:
 
 
 def _unfinished(file: Place) -> Run:
-    """Return a run from its state. A run without an error that holds no lease was killed; a pipeline holds none."""
+    """Return a run from its state. A run without an error that holds no lease was killed."""
     state = read_json(file)
     running = is_held(file.parent, state["run"])
     return {

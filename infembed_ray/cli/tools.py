@@ -67,6 +67,7 @@ TOOLS = {
         (
             _argument("release", metavar="RUN", help="a release, OUTPUT/release of a pipeline, or an alias"),
             _argument("alias", metavar="ALIAS", help="path or URI that ends in .release, such as runs/live.release"),
+            _argument("--ungated", action="store_true", help="accept a release whose gates are off"),
             _JSON,
         ),
     ),

@@ -17,6 +17,7 @@ import numpy as np
 import ray
 from ray.data import ActorPoolStrategy
 
+from infembed_ray import ray_compat
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import differences, obedience
@@ -66,8 +67,7 @@ def run(settings: EvaluateSettings) -> steps.Published:
     inputs = resolve(settings)
     step = inputs.step(settings)
     if done := step.finished():
-        obedience.require_gates(settings, done)
-        return done
+        return obedience.require_gates(settings, done)
     queries, passages = inputs.size
     models, tasks = counted(len(inputs.models), "model"), counted(len(inputs.tasks), "task")
     say(f"evaluate: {models}, {tasks}, {counted(queries, 'query', 'queries')}, {counted(passages, 'passage')}")
@@ -77,8 +77,7 @@ def run(settings: EvaluateSettings) -> steps.Published:
         staging.facts = {"figures": figures.figures}
         report = results_report.write(staging.path, settings.output, figures, differing)
     say(report.as_text())
-    obedience.require_gates(settings, published := step.published())
-    return published
+    return obedience.require_gates(settings, step.published())
 
 
 def _evaluate(
@@ -273,6 +272,7 @@ def _compute_chunks(
         fn_constructor_args=(model, store_of(store, model.identity), ray.put(distinct), device, settings.batch_tokens),
         compute=ActorPoolStrategy(size=1 if remote else min(settings.actors, len(distinct))),
         num_gpus=gpus,
+        **ray_compat.RETRIES,
     )
     files: dict[TextChunk, Place] = {}
     with track(f"{title} {model.label}", sum(chunk.size for chunk in distinct)) as advance:

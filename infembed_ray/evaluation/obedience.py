@@ -217,19 +217,25 @@ def check_gate(settings: EvaluateSettings) -> None:
         raise InputError.of("gate", gate, "needs the controls", "leave controls unset")
 
 
-def require_gates(settings: EvaluateSettings, published: Published) -> None:
-    """Check a published evaluation, if the settings have a gate.
+def require_gates(settings: EvaluateSettings, published: Published) -> Published:
+    """Check a published evaluation, if the settings have a gate; return it with what the gates compared.
 
     Raises:
         GateError: some gates failed; one line each.
         InputError: no task has changed instructions.
     """
     if settings.gate is None:
-        return
+        return replace(published, gates={"off": ["evaluate.gate=null"]})
     evaluated = results.read(place_of(published.address), "output")
     if failed := list(failures(evaluated, settings.gate, settings.gates)):
         raise GateError(*failed)
     say(f"evaluate: {settings.gate} passes all gates")
+    means, base = evaluated.obedience_means, next(iter(evaluated.models))
+    limits = {task: _limits(own, means[base][task], settings.gates) for task, own in means[settings.gate].items()}
+    figures = {
+        f"{task}: {name}": f"{v:+.2f}, {sign} {limit:g}" for task in limits for name, v, sign, limit in limits[task]
+    }
+    return replace(published, gates={"figures": figures})
 
 
 def failures(evaluated: Results, label: str, limits: GateSettings) -> Iterator[str]:

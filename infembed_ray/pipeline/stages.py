@@ -7,6 +7,7 @@ pipeline was stopped, by a gate or by a kill. Before `serve`, the outputs that p
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -18,8 +19,7 @@ from infembed_ray.errors import KNOWN, Fault, InputError, check_all, explained
 from infembed_ray.progress import say
 from infembed_ray.storage.places import address, errors_at, place_of, read_text
 from infembed_ray.storage.releases import RELEASE
-from infembed_ray.storage.run_state import recorded
-from infembed_ray.storage.steps import LATEST, Published, Step
+from infembed_ray.storage.steps import LATEST, Published, Step, alone, open_place
 
 NOT_MADE = "/output-of-an-earlier-stage"
 """Stands for an output that is not there yet; faults that name it are none."""
@@ -35,7 +35,7 @@ def run(settings: PipelineSettings) -> None:
     """
     checked = (stage for stage in settings.stages if _makers(settings, stage))
     check_all(*(partial(_check_own, settings, stage) for stage in checked))
-    with recorded(place_of(settings.output), "pipeline", "pipeline"):
+    with alone(open_place(settings.output, "output"), "pipeline"):
         _run_stages(settings)
 
 
@@ -138,20 +138,30 @@ def _latest(output: str) -> str:
 
 
 def _publish_release(settings: PipelineSettings, made: Mapping[str, Published]) -> Step:
-    """Publish the addresses and identities of the stages' outputs, all of which passed their gates; upload the model.
+    """Publish the addresses and identities of the stages' outputs, with what their gates compared.
 
     Returns:
         The step of the release. `latest` does not name it yet.
     """
     identities = {stage: str(output.manifest["identity"]) for stage, output in made.items()}
-    step = Step(RELEASE, settings, output_of(settings, RELEASE), {}, identities)
+    off = [name for output in made.values() for name in output.gates.get("off", [])]
+    off += ["no stage `evaluate`"] if "train" in settings.stages and "evaluate" not in settings.stages else []
+    figures = {
+        f"{stage}: {name}": f for stage, output in made.items() for name, f in output.gates.get("figures", {}).items()
+    }
+    gates = {"off": off, "figures": figures}
+    decided = {"gates": json.dumps(gates, sort_keys=True)}
+    step = Step(RELEASE, settings, output_of(settings, RELEASE), {}, identities | decided)
     if not (done := step.found()):
         with step.publish(latest=False) as staging:
+            staging.facts["gates"] = gates
             staging.facts["stages"] = {
                 stage: {"address": output.address, "identity": identities[stage]} for stage, output in made.items()
             }
             if settings.analyze and not settings.analyze.clean and "analyze" in made:
                 staging.facts["stages"]["analyze"]["report_only"] = True
         done = step.published()
-    say(f"pipeline: every gate is passed; release {done.manifest['identity']} is {done.address}")
+    passed = "every gate is passed" if figures else "no gate has a limit"
+    said = f"gate off: {', '.join(off)}; `runs promote` needs --ungated" if off else passed
+    say(f"pipeline: {said}; release {done.manifest['identity']} is {done.address}")
     return step

@@ -23,26 +23,31 @@ ALIAS = ".release"
 """Ending of an alias."""
 
 
-def promote(release: str, alias: str) -> tuple[str | None, str]:
+def promote(release: str, alias: str, ungated: bool = False) -> tuple[str | None, str]:
     """Let an alias name a release.
 
     Args:
         release: the release, the folder of the releases (then its latest), or another alias.
         alias: path or URI that ends in `.release`; created if missing.
+        ungated: accept a release whose gates are off.
 
     Returns:
         The address of the release that the alias named before, if any, and the one that it names now.
 
     Raises:
-        InputError: there is no such release, or the alias has another ending; then the alias is unchanged.
+        InputError: there is no such release, its gates are off, or the alias has another ending; the alias is unchanged.
     """
     if not alias.endswith(ALIAS):
         raise InputError.of("ALIAS", alias, f"must end in {ALIAS}, so that settings know it from other files", "add it")
     place = find_input(followed(release, "RUN"), "RUN")
-    if (stage := read_manifest(place, "RUN")["stage"]) != RELEASE:
+    manifest = read_manifest(place, "RUN")
+    if (stage := manifest["stage"]) != RELEASE:
         raise InputError.of(
             "RUN", release, f"is an output of `{stage}`", f"give one in a pipeline's folder `{RELEASE}`"
         )
+    if (off := manifest.get("gates", {}).get("off")) and not ungated:
+        remedy = "run the pipeline with its gates, or promote with --ungated"
+        raise InputError.of("RUN", release, f"its gates are off ({', '.join(off)})", remedy)
     target = open_place(alias, "ALIAS")
     with errors_at(target, "ALIAS"):
         before = (read_json(target) or {}).get("release")

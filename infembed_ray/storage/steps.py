@@ -33,6 +33,8 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 STATES = "states"
 _HISTORY = (MANIFEST, STATES)
+_JOB_COPY = "runtime_resources"
+"""Folder in which Ray keeps the copies of jobs' working directories; it deletes them."""
 _PACKAGE = Path(__file__).parents[1]
 _ORIGIN = ".uri"
 """File beside a copy of an input, with the URI that it was copied from."""
@@ -77,7 +79,10 @@ def find_input(value: str, name: str) -> Place:
             return place
     if isinstance(place, Folder):
         raise InputError.of(name, place, "no object has this name or begins with it", "check the path")
-    raise InputError.of(name, value, "no such file or directory")
+    left_out = (
+        "the upload of the job's working directory leaves out what .gitignore names; give an absolute path or a URI"
+    )
+    raise InputError.of(name, value, "no such file or directory", left_out if _JOB_COPY in place.parts else "")
 
 
 def resolve_input(value: str, name: str, without: Callable[[str], bool] | None = None) -> Path:
@@ -172,6 +177,21 @@ def read_manifest(path: Place, name: str) -> dict[str, Any]:
     return manifest
 
 
+@contextlib.contextmanager
+def alone(place: Place, stage: str) -> Iterator[None]:
+    """Record the state of a stage that runs others, and hold its lease, by which `infembed runs` knows that it is alive.
+
+    Raises:
+        InputError: another process runs this stage with this output.
+    """
+    require_access(place, "output")
+    with contextlib.ExitStack() as held:
+        with errors_at(place, "output"):
+            held.enter_context(lease(place, stage, "output", place))
+        held.enter_context(recorded(place, stage, stage))
+        yield
+
+
 @dataclass(frozen=True)
 class Published:
     """A finished output.
@@ -182,12 +202,14 @@ class Published:
         manifest: the content of its `manifest.json`.
         fresh: whether this run made it.
         uri: in the object store with its query, if it is in one.
+        gates: `off`, the gates that the settings switch off, and `figures`, what the others compared.
     """
 
     path: Path
     manifest: Mapping[str, Any]
     fresh: bool
     uri: str | None = None
+    gates: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def address(self) -> str:
@@ -401,6 +423,7 @@ def require_writable(root: Place, name: str) -> None:
     """
     probe = root / f".probe-{secrets.token_hex(4)}"  # another machine may probe at the same time
     if isinstance(probe, Path):
+        require_access(root, name)
         try:
             probe.parent.mkdir(parents=True, exist_ok=True)
             probe.touch()
@@ -431,6 +454,9 @@ def require_access(root: Place, name: str) -> None:
     """Raise InputError if a directory cannot be made or written; write nothing. Only `require_writable` tests a store."""
     if isinstance(root, Folder):
         return
+    if _JOB_COPY in root.parts:
+        fault, remedy = "is in the job's working directory, a copy that Ray deletes", "give an absolute path or a URI"
+        raise InputError.of(name, root, fault, remedy)
     place = existing(root)
     reason = "" if place.is_dir() else f"{place} is a file"
     if reason or not os.access(place, os.W_OK | os.X_OK):

@@ -35,8 +35,7 @@ from infembed_ray.planning.train import describe as describe_training
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.storage.places import Place, address, place_of
-from infembed_ray.storage.run_state import recorded
-from infembed_ray.storage.steps import Published, Step, find_input, open_place, require_writable
+from infembed_ray.storage.steps import Published, Step, alone, find_input, open_place, require_writable
 from infembed_ray.training import deepspeed_config, sources
 from infembed_ray.training.launch import run as train
 from infembed_ray.training.losses import Objective
@@ -234,7 +233,7 @@ def run(settings: SweepSettings) -> Published:
     output = open_place(settings.output, "output")
     require_writable(output, "output")
     connect()
-    with recorded(output, "sweep", "sweep"):
+    with alone(output, "sweep"):
         places = _run_trials(settings, planned)
         step = Step("sweep", settings, settings.output, places)
         if done := step.finished():

@@ -1,6 +1,7 @@
 """The TLS example of docs/operations/security.md, run for real: HAProxy before an HTTP server."""
 
 import http.client
+import os
 import re
 import shutil
 import ssl
@@ -76,3 +77,16 @@ def test_clients_reach_the_api_over_tls_and_metrics_stay_inside(proxy):
     with pytest.raises((http.client.HTTPException, OSError)):
         plain.request("GET", "/v1/models")
         plain.getresponse()
+
+
+@pytest.mark.parametrize(("page", "token"), [("cluster", ".infembed/cluster/auth_token"), ("jobs", ".ray/auth_token")])
+def test_the_commands_that_make_a_token_run_in_an_empty_home(page, token, tmp_path):
+    text = (PAGE.parent / f"{page}.md").read_text(encoding="utf-8")
+    (block,) = (found for found in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "openssl rand" in found)
+    own = "pip() { :; }; ray() { :; }; edit() { printf 'A=b\\n' > $1; }; EDITOR=edit\n"
+    done = subprocess.run(
+        ["bash", "-ec", own + block], env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]}, check=True
+    )
+    assert done.returncode == 0
+    assert re.fullmatch(r"[0-9a-f]{64}\n", (tmp_path / token).read_text())
+    assert (tmp_path / token).stat().st_mode & 0o777 == 0o600

@@ -1,5 +1,6 @@
 """Stages in order, what they pass on, and where a gate stops them."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,13 +8,14 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from infembed_ray.cli.main import main
+from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.config.pipeline import PipelineSettings
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.config.verbs import Verb
 from infembed_ray.errors import ClusterError, GateError, InputError, StartError
 from infembed_ray.pipeline import stages
 from infembed_ray.serving import distributed
-from infembed_ray.storage.steps import read_manifest, resolve
+from infembed_ray.storage.steps import Step, read_manifest, resolve
 from tests.analysis.samples import publish
 
 ALL = {
@@ -74,6 +76,65 @@ def test_a_gate_stops_the_pipeline_and_a_lower_limit_goes_on_from_there(tmp_path
     assert report["address"].endswith(report["identity"])
     stages.run(settings(0.4))
     assert len(list((tmp_path / "out" / "release").glob("*/manifest.json"))) == 1
+
+
+PASSED = {"figures": {"trained: records: p-MRR above the base's": "+2.00, > 0"}}
+STAGES = {"train": {"model": "m", "records": "r"}, "evaluate": {"tasks": ["t"]}}
+GATED = {  # sections -> gates of the output of `evaluate`, what is said, and whether an alias takes it as it is
+    "passed": (STAGES, PASSED, "every gate is passed", True),
+    "another limit": (
+        STAGES,
+        {"figures": dict.fromkeys(PASSED["figures"], "+2.00, > 1")},
+        "every gate is passed",
+        True,
+    ),
+    "off": (
+        STAGES,
+        {"off": ["evaluate.gate=null"]},
+        "gate off: evaluate.gate=null; `runs promote` needs --ungated",
+        False,
+    ),
+    "no evaluation": ({"train": STAGES["train"]}, {}, "gate off: no stage `evaluate`; `runs promote` needs", False),
+    "nothing to gate": ({"index": {"model": "m", "corpus": "c"}}, {}, "no gate has a limit", True),
+}
+
+
+def test_gates_figures_and_waivers_are_part_of_a_release_and_a_waived_one_needs_a_flag(tmp_path, capsys):
+    step = Step("evaluate", AnalyzeSettings(records="r", output=str(tmp_path)), str(tmp_path / "evaluate"), {})
+    with step.publish():
+        pass
+    identities = set()
+    for sections, gates, said, free in GATED.values():
+        settings = PipelineSettings.from_mapping({"output": str(tmp_path / "out"), **sections})
+        released = stages._publish_release(settings, {"evaluate": replace(step.published(), gates=gates)}).published()
+        assert f"pipeline: {said}" in capsys.readouterr().out
+        identities.add(released.manifest["identity"])
+        assert released.manifest["gates"]["figures"] == {
+            f"evaluate: {n}": f for n, f in gates.get("figures", {}).items()
+        }
+        alias = str(tmp_path / "live.release")
+        assert main(["runs", "promote", released.address, alias]) == (0 if free else 2)
+        assert free or "its gates are off (" in capsys.readouterr().err
+        assert main(["runs", "promote", released.address, alias, "--ungated"]) == 0
+    assert len(identities) == len(GATED)
+
+
+def test_a_pipeline_that_runs_is_shown_as_running_and_a_second_one_is_refused(tmp_path, monkeypatch, capsys):
+    analyze = {"records": str(publish(tmp_path / "records"))}
+    settings = PipelineSettings.from_mapping({"output": str(tmp_path / "out"), "analyze": analyze})
+
+    def run(*_, **__):
+        assert main(["runs", str(tmp_path / "out")]) == 0
+        with pytest.raises(InputError, match=rf"^output={tmp_path}/out: process \d+ on .* wait for it, or stop it"):
+            stages.run(settings)
+        raise InputError("stop")
+
+    monkeypatch.setattr(Verb, "run", run)
+    with pytest.raises(InputError, match="stop"):
+        stages.run(settings)
+    assert "running  pipeline pipeline" in capsys.readouterr().out
+    assert main(["runs", str(tmp_path / "out")]) == 0
+    assert "failed  pipeline pipeline" in capsys.readouterr().out
 
 
 def died(message):

@@ -18,7 +18,7 @@ from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.storage import leases
 from infembed_ray.storage.object_store import Folder, scratch
-from infembed_ray.storage.steps import Step, fingerprint, resolve, resolve_input
+from infembed_ray.storage.steps import Step, find_input, fingerprint, resolve, resolve_input
 from tests.support.faulty_store import EXPIRED, FORWARD, TRUNCATED, first_replies_lost
 
 
@@ -113,11 +113,27 @@ def test_fingerprints_depend_on_names_and_contents_not_on_the_path(tmp_path):
     [
         ("/dev/null/x", "cannot be written"),
         ("ftp://x/y", "s3, gs"),
+        *(
+            (f"/tmp/ray/session_1/runtime_resources/{rest}", "working directory, a copy that Ray deletes; give an abs")
+            for rest in ("working_dir_files/_ray_pkg_1/runs", "working_dir_files/_ray_pkg_1", "py_modules_files/x/y")
+        ),
     ],
 )
 def test_an_unusable_output_is_rejected_before_any_work(tmp_path, output, message):
     with pytest.raises(InputError, match=message):
         Step("train", settings(), output, {})
+
+
+@pytest.mark.parametrize("name", ["data/a.jsonl", "a.jsonl", "./a", "b/", "runs/x.parquet"])
+def test_an_input_that_the_upload_of_a_job_left_out_is_explained(tmp_path, monkeypatch, name):
+    folder = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    with pytest.raises(InputError, match=r"^records=.*no such file or directory; .*leaves out what \.gitignore names"):
+        find_input(name, "records")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"no such file or directory$"):
+        find_input(name, "records")
 
 
 # ------------------------------------------------------------------------------------------------------ object stores
