@@ -114,15 +114,20 @@ def tokenizer(
         except Exception as error:
             if saved is None or "trust_remote_code" in str(error):
                 raise
-        if saved and not (loaded and _same_ids(loaded, saved)):
+        if saved and not (loaded and loaded.is_fast and _same_ids(loaded, saved)):
             loaded = PreTrainedTokenizerFast.from_pretrained(model, **options)
             loaded.rebuilt = True
+            if not _same_ids(loaded, saved):
+                raise ValueError("transformers changes the tokens of its tokenizer.json")
     if not native and "auto_map" in loaded.init_kwargs:
         raise remote_code(setting, "auto_map of its tokenizer_config.json", remedy)
     if not loaded.is_fast:
         raise InputError(f"{setting}: its tokenizer is not a fast one; convert it to a tokenizer.json")
-    if loaded.pad_token is None:
-        loaded.pad_token = loaded.eos_token
+    if loaded.pad_token is None and loaded.eos_token is None:
+        raise InputError(
+            f"{setting}: its tokenizer has no padding token; name one in tokenizer_config.json (pad_token)"
+        )
+    loaded.pad_token = loaded.pad_token or loaded.eos_token
     if read_json(model, join(subfolder, "tokenizer_config.json"), revision).get("add_eos_token"):
         loaded.init_kwargs["add_eos_token"] = True
     return loaded
@@ -148,9 +153,7 @@ def require_portable(tokenizer: Any, config: Any, model: str) -> None:
 
     overruled = getattr(auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", ())
     if getattr(tokenizer, "rebuilt", False) and config.model_type in overruled:
-        fault = (
-            f"transformers reads a copy's tokenizer.json by its class for {config.model_type}, which gives other tokens"
-        )
+        fault = f"transformers reads copies by its tokenizer class for {config.model_type}, which gives other tokens"
         raise InputError.of("model", model, fault, "train another backbone, or give it the tokenizer of its family")
 
 

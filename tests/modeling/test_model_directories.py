@@ -150,7 +150,7 @@ def test_a_directory_is_read_as_its_files_say_and_saved_as_it_is_read(tmp_path, 
         np.testing.assert_allclose(own, theirs, atol=2e-6)
     copy = tmp_path / "copy"
     if name == "words for Qwen2":
-        with pytest.raises(InputError, match="by its class for qwen2, which gives other tokens"):
+        with pytest.raises(InputError, match="by its tokenizer class for qwen2, which gives other tokens"):
             encoder.save_pretrained(copy)
         return
     encoder.save_pretrained(copy)
@@ -201,6 +201,7 @@ REFUSED = {
     "two tokens added": (lambda path: with_tokens(path, "x1", "x2"), "x1, x2 were added without"),
     "a special token added": (lambda path: with_tokens(path, "<a>", "<b>", "<c>", "<d>", write=family), "were added without"),
     "tokenizer of another model": (lambda path: (words(path, **{"vocab_size": 9})), r"\d+ tokens but the model embeds 9: it is"),
+    "no padding": (lambda path: (words(path), edit(path / "tokenizer_config.json", ["pad_token"])), "no padding token; name"),
     "T5": (partial(words, type="t5", **T5), "is an encoder-decoder"),
     "encoder of T5": (partial(words, type="t5", **T5, is_encoder_decoder=False), "is an encoder-decoder"),
     "BART": (partial(words, type="bart", decoder_start_token_id=2, **SEQ2SEQ), "is an encoder-decoder"),
