@@ -8,7 +8,7 @@ pipeline was stopped, by a gate or by a kill. Before `serve`, the outputs that p
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -35,14 +35,17 @@ def run(settings: PipelineSettings) -> None:
     """
     checked = (stage for stage in settings.stages if _makers(settings, stage))
     check_all(*(partial(_check_own, settings, stage) for stage in checked))
-    with alone(open_place(settings.output, "output"), "pipeline"):
-        _run_stages(settings)
+    with alone(open_place(settings.output, "output"), "pipeline") as finish:
+        _run_stages(settings, finish)
 
 
-def _run_stages(settings: PipelineSettings) -> None:
+def _run_stages(settings: PipelineSettings, finish: Callable[[], None]) -> None:
     made: dict[str, Published] = {}
     for number, stage in enumerate(settings.stages, start=1):
-        more = {"ready": _publish_release(settings, made).become_latest} if stage == "serve" else {}
+        more: dict[str, Any] = {}
+        if stage == "serve":  # which may stay in the foreground; another pipeline can then take the API over
+            release = _publish_release(settings, made)
+            more["ready"] = partial(_call, release.become_latest, finish)
         say(f"\npipeline: {stage} ({number} of {len(settings.stages)})")
         own = section(settings, stage, {name: output.address for name, output in made.items()})
         try:
@@ -59,6 +62,11 @@ def _run_stages(settings: PipelineSettings) -> None:
             say(f"{stage}: {output.summary}")
     if "serve" not in settings.stages:
         _publish_release(settings, made).become_latest()
+
+
+def _call(*functions: Callable[[], None]) -> None:
+    for function in functions:
+        function()
 
 
 def section(settings: PipelineSettings, stage: str, made: Mapping[str, str]) -> Settings:

@@ -178,8 +178,11 @@ def read_manifest(path: Place, name: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def alone(place: Place, stage: str) -> Iterator[None]:
+def alone(place: Place, stage: str) -> Iterator[Callable[[], None]]:
     """Record the state of a stage that runs others, and hold its lease, by which `infembed runs` knows that it is alive.
+
+    Yields:
+        A function that ends both before the block ends.
 
     Raises:
         InputError: another process runs this stage with this output.
@@ -189,7 +192,7 @@ def alone(place: Place, stage: str) -> Iterator[None]:
         with errors_at(place, "output"):
             held.enter_context(lease(place, stage, "output", place))
         held.enter_context(recorded(place, stage, stage))
-        yield
+        yield held.close
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from infembed_ray.config.verbs import Verb
 from infembed_ray.errors import ClusterError, GateError, InputError, StartError
 from infembed_ray.pipeline import stages
 from infembed_ray.serving import distributed
+from infembed_ray.storage.leases import is_held
 from infembed_ray.storage.steps import Step, read_manifest, resolve
 from tests.analysis.samples import publish
 
@@ -170,8 +171,10 @@ def test_latest_names_a_release_once_the_api_answers_with_it(tmp_path, monkeypat
         assert resolve(releases) == served
         if failure is not None:
             raise failure
+        assert is_held(tmp_path / "out", "pipeline")
         ready()
         assert resolve(releases) != served
+        assert not is_held(tmp_path / "out", "pipeline")  # another pipeline may take the API over
 
     monkeypatch.setattr("infembed_ray.serving.distributed.run", serve)
     monkeypatch.setattr(stages, "_check_own", lambda *_: None)
