@@ -1,7 +1,5 @@
 """From texts to token ids: template, prefixes, truncation and special tokens. Needs neither torch nor transformers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

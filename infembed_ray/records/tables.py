@@ -4,8 +4,6 @@ Only this module and `tuples` name columns. The columns of a record are those of
 training reads that set unchanged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
