@@ -44,8 +44,9 @@ def enable_onednn(*models: nn.Module) -> None:
 def fuse_norms(*models: nn.Module) -> None:
     """Compute the RMS norms of the Llama family by one operator, in place, on CUDA in inference mode."""
     for module in (module for model in models for module in model.modules()):
-        if type(module).__name__ in _NORMS:
-            module.__class__ = _fused(type(module))
+        norm: Any = type(module)
+        if norm.__name__ in _NORMS:
+            module.__class__ = _fused(norm)
 
 
 @cache
