@@ -1,7 +1,5 @@
 """Progress of long steps: a bar on a terminal, plain lines in a job log."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Connection to a Ray cluster, shared by the `distributed.py` of all stages."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

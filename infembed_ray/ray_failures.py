@@ -3,8 +3,6 @@
 The classes are known by their names, so a command that does not use Ray does not import it.
 """
 
-from __future__ import annotations
-
 import re
 
 from infembed_ray.redaction import masked

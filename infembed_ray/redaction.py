@@ -5,8 +5,6 @@ libraries quote the URLs of proxies and stores in their errors. Ray's reports of
 processes of a node, those of other users too; they are left out.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

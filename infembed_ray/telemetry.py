@@ -3,8 +3,6 @@
 Figures are exported by Ray's agent on each node of a cluster. Without Ray, `report` does nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

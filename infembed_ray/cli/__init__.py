@@ -1,7 +1,5 @@
 """The `infembed` command."""
 
-from __future__ import annotations
-
 import argparse
 
 

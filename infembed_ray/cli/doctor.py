@@ -1,7 +1,5 @@
 """`infembed doctor`: what of this machine's environment works, what does not, and the command that mends it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

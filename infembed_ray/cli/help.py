@@ -1,7 +1,5 @@
 """Settings for people: the help of a verb and of a section, and a filled-in YAML file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin

@@ -1,7 +1,5 @@
 """`infembed init`: copy job scripts, their settings files and cluster descriptions out of an installed package."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

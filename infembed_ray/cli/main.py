@@ -3,8 +3,6 @@
 Modules are imported only when a verb needs them, so `--version`, `--help` and an error in the settings take no seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

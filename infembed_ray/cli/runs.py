@@ -3,8 +3,6 @@
 The verbs read manifests and the states of unfinished runs; `runs promote` writes an alias, and `runs clean --yes` removes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Commands that take arguments in place of settings."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Settings of `infembed analyze`."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from infembed_ray.config.base import InputPath, ModelName, RecordsPath, Settings, runtime_field

@@ -6,8 +6,6 @@ fast a step runs; it does not change the result, so it is not part of the step's
 No setting may hold credentials in a URL: logs, manifests and run states show settings.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Settings of the LLM client: models, endpoints, limits and the Batch API."""
 
-from __future__ import annotations
-
 import re
 from typing import Literal
 

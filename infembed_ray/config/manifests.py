@@ -1,7 +1,5 @@
 """Settings of `infembed manifests`."""
 
-from __future__ import annotations
-
 import re
 
 from pydantic import Field, field_validator

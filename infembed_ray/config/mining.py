@@ -1,7 +1,5 @@
 """Settings of `infembed mine`."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from infembed_ray.config.base import IndexPath, RecordsPath, Settings, runtime_field

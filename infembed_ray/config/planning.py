@@ -1,7 +1,5 @@
 """Settings of `infembed plan`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Settings of `infembed index` and `infembed index compact`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Settings of `infembed serve`."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, Literal
 

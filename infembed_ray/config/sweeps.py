@@ -1,7 +1,5 @@
 """Settings of `infembed sweep`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import Field

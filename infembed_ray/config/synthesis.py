@@ -1,7 +1,5 @@
 """Settings of `infembed synthesize`."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from infembed_ray.config.base import InputPath, Settings, runtime_field

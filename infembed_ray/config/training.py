@@ -1,7 +1,5 @@
 """Settings of `infembed train` and `infembed export`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field

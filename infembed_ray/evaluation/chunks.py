@@ -4,8 +4,6 @@ The store of the arrays, keyed by the texts that they were computed from, is a d
 object store, which tasks and runs share. Its files appear whole and never change, and all of it can be deleted at any time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

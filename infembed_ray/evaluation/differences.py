@@ -1,7 +1,5 @@
 """The queries on which models differ most, with their instructions and first passages: a section of `report.html`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice

@@ -4,8 +4,6 @@ Texts are in files that all nodes map into memory. Actors write the embeddings o
 searches read them in blocks, so the driver and Ray's object store hold neither. A stored chunk is never computed again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial

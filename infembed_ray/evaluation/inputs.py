@@ -1,7 +1,5 @@
 """The models and tasks of an evaluation, resolved and checked before any work starts. Does not depend on Ray."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

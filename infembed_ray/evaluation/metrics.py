@@ -4,8 +4,6 @@ nDCG, MAP, recall, MRR and further ones are trec_eval's, by the names of ir_meas
 (Weller et al., 2024) and Robustness@k of InstructIR (Oh et al., 2024) are implemented here.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Exact search over embeddings in bounded memory, on the CPU or on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np

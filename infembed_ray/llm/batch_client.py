@@ -3,8 +3,6 @@
 A run makes only a few of these calls, so the `openai` client carries them (compare `client`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

@@ -6,8 +6,6 @@ a run is active, and after a kill, instead `at_most_usd`: the most that may have
 `infembed journal` reads line by line, also beside processes that append; memory holds the keys.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext

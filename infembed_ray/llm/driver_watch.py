@@ -4,8 +4,6 @@ Without it, the actors of a cluster that dies with its driver would send for two
 cluster that outlives the driver ends its actors at once; their requests in flight are sent again by the next run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -4,8 +4,6 @@ A journal is a directory of JSONL segments, one per writing process, which holds
 completion with its checksum, synced before it is used; one cut short by a crash is skipped. Memory holds places only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

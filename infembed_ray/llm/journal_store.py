@@ -4,8 +4,6 @@ A process appends to a segment in its node's scratch directory; a thread uploads
 `SEGMENT.OFFSET.jsonl`. The next run uploads what a killed process left. Readers copy objects to their node and index them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

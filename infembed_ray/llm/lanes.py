@@ -4,8 +4,6 @@ Providers limit every model on its own, so a judge that answers 429 must not slo
 the ledger's (module `ledger`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Prices of completions: the list prices of prices.yaml, or those of a file that overrides them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache

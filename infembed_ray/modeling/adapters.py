@@ -1,7 +1,5 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685), also for a backbone in 4 bits (QLoRA, arXiv 2305.14314)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

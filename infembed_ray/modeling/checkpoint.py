@@ -4,8 +4,6 @@ A checkpoint is a sentence-transformers directory, with template, interaction an
 functions that load a model or ask the hub import torch and transformers, which take seconds.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

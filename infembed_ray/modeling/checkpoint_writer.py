@@ -1,7 +1,5 @@
 """Writes model directories, which `checkpoint` describes and loads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol

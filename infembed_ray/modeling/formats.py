@@ -1,7 +1,5 @@
 """Text formats with placeholders, `{query}`, `{instruction}` and `{passage}`: the inputs of baselines and rerankers."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple, Protocol
 

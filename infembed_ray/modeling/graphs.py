@@ -5,8 +5,6 @@ Graphs are captured at warm-up only, so no request waits for a capture. A batch 
 instructions, because the tokens that the prefix cache saves cost less than the launches. Other batches go to the cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any

@@ -6,8 +6,6 @@ Each text goes through the backbone once, for all of its pairs. i_j and q_k are 
 instead of the vectors of Eq. 2: the softmax over a single query vector would be 1, and the instruction without effect.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 score = mean over the tokens of instruction and query of the largest cosine with a token of the passage
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ torch multiplies float32 matrices by MKL, which does not use AVX-512 on AMD proc
 torch contains too. torch offers oneDNN's float32 multiplication as the operator that its compiler calls, and nowhere else.
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from functools import cache

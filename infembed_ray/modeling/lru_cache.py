@@ -1,7 +1,5 @@
 """Cache of the most recently used entries."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar

@@ -1,7 +1,5 @@
 """Model card (README.md) of a checkpoint: training data, settings, use and licence; no path of the training machine."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

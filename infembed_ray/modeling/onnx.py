@@ -3,8 +3,6 @@
 Backbone, pooling and normalisation are in the graph. torch's TorchScript exporter needs no onnxscript.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a caller changes of a model's description of itself, and the defaults of what neither says."""
 
-from __future__ import annotations
-
 from typing import Any, TypedDict
 
 from infembed_ray.config.training import Interaction, Pooling, PoolingMode, Template

@@ -1,7 +1,5 @@
 """Scorers of (query, passage) pairs for re-ranking: cross-encoders here, late interaction in its own module."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Overlap: while a device computes, threads prepare what it computes next, and its results are copied."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor

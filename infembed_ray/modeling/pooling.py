@@ -1,7 +1,5 @@
 """Pooling: from token states to one vector per text."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -4,8 +4,6 @@ Scores are logit differences, relevant - irrelevant. They order as the usual pro
 probabilities that round to 1.0.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any

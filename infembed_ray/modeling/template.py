@@ -1,7 +1,5 @@
 """Text format: template (paper, Eq. 3), prefixes and token limits. It is saved in the checkpoint."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from infembed_ray.config.training import Template

@@ -1,7 +1,5 @@
 """Terms of texts for BM25: words in lower case without stopwords, stemmed, as bm25s makes them."""
 
-from __future__ import annotations
-
 import Stemmer
 from bm25s.tokenization import Tokenizer
 

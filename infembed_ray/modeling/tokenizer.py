@@ -1,7 +1,5 @@
 """From texts to token ids: template, prefixes, truncation and special tokens. Needs neither torch nor transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast

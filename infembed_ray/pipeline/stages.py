@@ -5,8 +5,6 @@ pipeline was stopped, by a gate or by a kill. Before `serve`, the outputs that p
 `latest` names it once the API answers with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any

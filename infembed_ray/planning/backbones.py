@@ -1,7 +1,5 @@
 """The encoder to plan for: a model directory or hub model, or a listed architecture without either."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import cache
 from importlib.resources import files

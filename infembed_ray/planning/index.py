@@ -1,7 +1,5 @@
 """`infembed plan index` and `infembed index --dry-run`: memory and disk of an index, by FAISS's own layout (`retrieval.faiss_index`)."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

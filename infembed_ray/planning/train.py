@@ -4,8 +4,6 @@ Batches are collated and laid out by the training's own code and counted; `plann
 is model FLOPs / (peak x MFU), with the FLOPs that activation checkpointing and GradCache repeat. `mfu.yaml` has measured MFUs.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -4,8 +4,6 @@ Only this module and `tuples` name columns. The columns of a record are those of
 training reads that set unchanged.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

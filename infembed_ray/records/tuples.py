@@ -4,8 +4,6 @@ A passage is a text, or a mapping with `text` and perhaps `title`, as Tevatron w
 passage or a list; a column map may name several columns for them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """What a dry run says of the output: its place and state, and whether the disk has room. Nothing is written."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Generator
 from pathlib import Path

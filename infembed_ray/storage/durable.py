@@ -4,8 +4,6 @@ A file survives a power failure only when its bytes and the name in its director
 does not necessarily ensure that the entry in the directory containing the file has also reached disk").
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -4,8 +4,6 @@ Its owner renews the object by compare-and-swap at a third of its duration. Anot
 for its duration, by two times of the store's clock, so skew between machines has no effect.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Places: files and directories of this machine or of an object store, which are read alike."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -4,8 +4,6 @@ Nothing is copied from the environment except the variables that are named here,
 reaches a manifest.
 """
 
-from __future__ import annotations
-
 import functools
 import getpass
 import json

@@ -4,8 +4,6 @@ A release is what `infembed pipeline` publishes when all gates are passed: a man
 An alias is a small JSON file, local or in an object store, which is replaced atomically.
 """
 
-from __future__ import annotations
-
 from datetime import datetime, timezone
 from typing import TypeVar
 

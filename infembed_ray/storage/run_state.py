@@ -3,8 +3,6 @@
 `OUTPUT/.<identity>.state.json` holds the command, the newest line of progress, and the error that ended the run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

@@ -4,8 +4,6 @@ A directory is renamed once its `manifest.json` is on disk. In an object store, 
 last, conditionally, and `OUTPUT/latest` is replaced after it: an output without a manifest is incomplete.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

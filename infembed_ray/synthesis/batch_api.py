@@ -4,8 +4,6 @@ A wave of batches asks the next request of every row, as far as the budget cover
 the batch's id are on disk before each next step, so no batch is submitted twice. The online run then replays the journal.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """Rule filter of generated instructions and queries (paper, appendix B.1)."""
 
-from __future__ import annotations
-
 import re
 from typing import Literal
 

@@ -4,8 +4,6 @@ The calls of a row follow one another, so a row that fails pays for nothing more
 writes, or `judge_` and what is judged.
 """
 
-from __future__ import annotations
-
 import random
 import traceback
 from collections import Counter

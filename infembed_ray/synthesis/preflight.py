@@ -1,7 +1,5 @@
 """The seeds, checks of a run before it starts Ray or pays for anything, and an estimate of its calls, tokens and price."""
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import math

@@ -4,8 +4,6 @@ A file has a front matter with its `version` and the format of its `answer`, the
 versions are part of the journal's key. A user's directory may hold files that replace the bundled ones of the same name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

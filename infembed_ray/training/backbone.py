@@ -1,7 +1,5 @@
 """The encoder that a run starts from. It does not import DeepSpeed, so that a driver can check the model first."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

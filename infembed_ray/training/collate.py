@@ -1,7 +1,5 @@
 """Collation: training records -> training tuples -> batches of token sequences (paper, section 5.2)."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from array import array

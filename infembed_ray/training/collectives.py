@@ -1,7 +1,5 @@
 """Collectives across workers. Without a process group, or with one worker, they return their input."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Every private name of DeepSpeed (0.19) that training uses, with the reason; no other module of the package uses one."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy

@@ -1,7 +1,5 @@
 """DeepSpeed configuration of a run, and the keys that a user may add. It does not import DeepSpeed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

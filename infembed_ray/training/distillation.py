@@ -1,7 +1,5 @@
 """Distillation: a teacher's scores of a row's passage and hard negatives train the similarities."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Training on a Ray cluster: Ray Train places the workers, connects them and restarts them after failures."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

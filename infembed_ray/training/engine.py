@@ -4,8 +4,6 @@ It runs the same under Ray Train and in a single process, because it needs only 
 variables of torch.distributed. It sets those of a single process where there are none.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Export of a training checkpoint as a model directory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

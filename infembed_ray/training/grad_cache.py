@@ -8,8 +8,6 @@ Dropout is seeded for each pass, so that a repeated pass drops the same elements
 draw the same seeds: their gradients are equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

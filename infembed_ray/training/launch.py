@@ -4,8 +4,6 @@ With `launcher=ray`, Ray Train places the workers on the cluster and restarts th
 `process`, this process is the only worker. Both give the same records, metrics and model.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Training loop of one worker. It does not import Ray: a plain call runs it as well."""
 
-from __future__ import annotations
-
 import math
 import random
 import time

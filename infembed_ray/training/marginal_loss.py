@@ -1,7 +1,5 @@
 """The marginal objectives as a loss module with the interface of sentence-transformers' losses."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

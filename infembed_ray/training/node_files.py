@@ -4,8 +4,6 @@ Each node works in a directory of its own. Worker 0 uploads the run's own files 
 they grow, and the driver downloads the logs to show progress. Checkpoints are uploaded by `checkpoints.upload`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import platform

@@ -1,7 +1,5 @@
 """Overlap dropout: drops or replaces words that an instruction shares with its record's passages."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence

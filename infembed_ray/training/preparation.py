@@ -1,7 +1,5 @@
 """Preparation of steps in a thread, while the steps before them run: read, tokenize, collate and lay out."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

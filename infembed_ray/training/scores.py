@@ -1,7 +1,5 @@
 """Similarities and masks of a batch: what an objective needs from its embeddings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

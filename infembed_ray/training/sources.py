@@ -1,7 +1,5 @@
 """Sources of training data: files of InF-IR records and of training tuples, in any mix."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial

@@ -5,8 +5,6 @@ precision, and broadcasts it; each worker keeps its part. With `from_pretrained`
 whole model first.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Remote embedders: any OpenAI-compatible /embeddings. The store of an evaluation keeps what was paid for, chunk by chunk."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The interfaces of retrievers, and their loading: checkpoints, the baselines of the tables (baselines.yaml), mappings of settings."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """BM25 by bm25s: one process indexes and ranks a whole task."""
 
-from __future__ import annotations
-
 import bm25s
 import numpy as np
 

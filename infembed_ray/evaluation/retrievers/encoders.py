@@ -1,7 +1,5 @@
 """Local encoders. Code that comes with a model never runs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Runs, the rankings of any system in TREC's format: written for every task, and ranked again as a retriever."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import re

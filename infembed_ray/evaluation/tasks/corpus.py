@@ -1,7 +1,5 @@
 """Corpora as memory-mapped Arrow files, converted once from the published files in bounded memory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The retrieval task of a set of InF-IR records."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ What a collection has decides what it measures: `qrel_diff` gives p-MRR, as in F
 gives Robustness@10, as in InstructIR.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

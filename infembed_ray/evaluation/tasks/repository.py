@@ -3,8 +3,6 @@
 The dataset card (`README.md`) lists configurations, splits and files, as for `datasets.load_dataset(path, config, split)`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase

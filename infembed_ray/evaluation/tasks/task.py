@@ -1,7 +1,5 @@
 """Retrieval tasks, independent of the benchmark: their data, the checks of them, and the values of a ranking."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet

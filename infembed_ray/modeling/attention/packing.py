@@ -8,8 +8,6 @@ SDPA function. Kernels of a packed row:
     anything else                               SDPA without a mask, one call per run of texts of equal length
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Training continues as soon as the state is copied to host memory; a thread then 
 full disk would leave the others waiting, so it completes the save, and the workers then agree on the outcome.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 A failed write does not end the run: an exception would end one worker while the others wait for it.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

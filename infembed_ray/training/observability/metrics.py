@@ -3,8 +3,6 @@
 Duration and memory are worker 0's: workers wait for each other in every step, and ZeRO divides memory evenly.
 """
 
-from __future__ import annotations
-
 import math
 import resource
 import sys

@@ -9,8 +9,6 @@
 Each gets the figures of `metrics.jsonl`, and each step once: after a resume, only the steps that it lacks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pkgutil
