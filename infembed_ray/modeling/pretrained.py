@@ -192,7 +192,8 @@ def weights(kind: str, model: str, setting: str, **options: Any) -> Any:
     remedy = "give a directory with config.json, tokenizer and safetensors, or a reachable hub name"
     with _loading(setting, "cannot be loaded", remedy):
         loaded, info = getattr(transformers, kind).from_pretrained(model, **options, **checked)
-    missing = {name for name in info["missing_keys"] if kind != "AutoModel" or not _of_pooler(name)}
+    # Embeddings do not use the layer that BERT's family has over [CLS].
+    missing = {name for name in info["missing_keys"] if kind != "AutoModel" or "pooler" not in name.split(".")}
     shapes = [f"{name} {tuple(file)} instead of {tuple(needed)}" for name, file, needed in info["mismatched_keys"]]
     for problem, names in (("has no weights for", missing), ("has weights of another shape:", shapes)):
         if names:
@@ -204,11 +205,6 @@ def weights(kind: str, model: str, setting: str, **options: Any) -> Any:
     files = weight_files(model, options.get("subfolder", "")) if quantized else ()
     require_finite(setting, _stored(files) if quantized else loaded.named_parameters())
     return loaded
-
-
-def _of_pooler(name: str) -> bool:
-    """Return whether a weight belongs to the layer that BERT's family has over [CLS], which embeddings do not use."""
-    return "pooler" in name.split(".")
 
 
 def require_finite(setting: str, named: Iterable[tuple[str, Tensor]]) -> None:

@@ -195,7 +195,9 @@ def interval_key(kind: Mark | Literal["span"]) -> Markup:
 def scatter(points: Iterable[Point], others: Iterable[Point], label: str, size: float) -> Markup:
     """Draw points of the unit square, `size` pixels wide, in front of grey others; `label` is for screen readers."""
     shape = '<path class="{}" stroke-width="{}" d="{}"/>'
-    shapes = [Markup(shape).format(style, size, _dots(of)) for style, of in (("others", others), ("dots", points))]
+    # Paths of no length: round line caps make them dots.
+    dots = ["".join(f"M{2 + 96 * x:.2f} {2 + 96 * (1 - y):.2f}h0" for x, y in of) for of in (others, points)]
+    shapes = [Markup(shape).format(style, size, path) for style, path in zip(("others", "dots"), dots, strict=True)]
     return _svg("scatter", label, shapes)
 
 
@@ -230,11 +232,6 @@ def _buckets(points: Sequence[Point]) -> list[tuple[float, float, float, float]]
 def _down(scale: Scale, value: float) -> float:
     """Return the distance of a value from the top, in percent."""
     return round(100 - scale(value), 2)
-
-
-def _dots(points: Iterable[Point]) -> str:
-    """Return the data of a path that has a dot, by its round line caps, at every point."""
-    return "".join(f"M{2 + 96 * x:.2f} {2 + 96 * (1 - y):.2f}h0" for x, y in points)
 
 
 def _mark(kind: Mark, at: float) -> list[Markup]:

@@ -309,7 +309,10 @@ class LiveShard:
         """The passages of places in base and delta."""
         in_base = places >= 0
         of_delta = take(snapshot.passages, delta_place(places[~in_base]))
-        return pa.concat_tables([self.base.take(places[in_base]), of_delta]).take(_back(in_base))
+        back = np.argsort(
+            np.argsort(~in_base, kind="stable"), kind="stable"
+        )  # from base and delta to the places' order
+        return pa.concat_tables([self.base.take(places[in_base]), of_delta]).take(pa.array(back))
 
     def _hits(self, snapshot: LiveState, best: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[list[Hit]]:
         """The passages of scores and places."""
@@ -383,11 +386,6 @@ def _best_rows(scores: np.ndarray, depth: int) -> np.ndarray:
     if len(rows) > depth:
         rows = rows[np.argpartition(scores[rows], -depth)[-depth:]]
     return rows
-
-
-def _back(in_base: np.ndarray) -> pa.Array:
-    """Where places are in base and delta -> what takes rows of the base, followed by those of the delta, back to their order."""
-    return pa.array(np.argsort(np.argsort(~in_base, kind="stable"), kind="stable"))
 
 
 def _scores(vector: np.ndarray, rows: np.ndarray) -> np.ndarray:
