@@ -32,6 +32,7 @@ def rows_but_prices(published: Published) -> list[list[dict[str, Any]]]:
     rows = [tables.read_raw(published.path / file) for file in files]
     for row in (row for part in rows for row in part):
         row["provenance"].pop("usd")
+        row["error"] = row.get("error", "").split(" [http")[0]  # the address of a response, which a batch lacks
     return rows
 
 
@@ -70,7 +71,9 @@ def test_a_run_in_batches_makes_dead_letters_of_the_rest_and_asks_nothing_online
         assert all("batch" in entry for entry in server.log("answered"))
     dead = tables.read_raw(done.path / tables.DEAD_LETTER_FILE)
     assert len(dead) == done.manifest["batches"]["unanswered"]["batch_expired"] > 0
-    assert {row["error"] for row in dead} == {"no batch answered: batch_expired"}
+    assert {row["error"] for row in dead} == {
+        "no batch answered: batch_expired: This request could not be executed in time."
+    }
 
 
 def test_a_pending_batch_is_not_asked_online(seeds_file: Path, tmp_path: Path) -> None:
