@@ -26,7 +26,7 @@ from infembed_ray.storage.places import (
     read_text,
 )
 from infembed_ray.storage.run_state import SUFFIX
-from infembed_ray.storage.steps import LATEST, MANIFEST, open_place
+from infembed_ray.storage.steps import LATEST, MANIFEST, STATES, open_place
 
 NEXT = {
     "synthesize": "infembed analyze records={0}  or  infembed train records={0} model=...",
@@ -74,6 +74,8 @@ def print_runs(directory: str, json: bool = False) -> None:
         runs += [_unfinished(place / name) for name in names if name.endswith(SUFFIX) and not _in_work(name)]
     if not runs:
         raise InputError.of("DIR", directory, "has no output of a stage", REMEDY)
+    taken = {entry["address"] for run in runs for entry in run["inputs"].values()}
+    runs = [run | {"next": ""} if run["address"] in taken else run for run in runs]  # the next step is done
     _print(runs, (line for run in runs for line in _lines(run)), json)
 
 
@@ -185,6 +187,8 @@ def _unfinished(file: Place) -> Run:
     """Return a run from its state. A run without an error that holds no lease was killed."""
     state = read_json(file)
     running = is_held(file.parent, state["run"])
+    work = [file.parent / f".{state['run']}.partial" / STATES, file.parent / state["run"] / STATES]
+    resumes = state["stage"] != "train" or any(map(listing, work))
     return {
         "state": "running" if running else "failed" if state["error"] else "interrupted",
         "stage": state["stage"],
@@ -194,7 +198,7 @@ def _unfinished(file: Place) -> Run:
         "created": f"began {state['began']}, process {state['pid']} on {state['host']}, updated {state['updated']}",
         "progress": state["progress"],
         "error": state["error"] or "",
-        "next": "" if running else f"{state['command']}  resumes it",
+        "next": "" if running else f"{state['command']}  {'resumes it' if resumes else 'starts it again'}",
     }
 
 

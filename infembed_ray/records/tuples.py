@@ -90,7 +90,7 @@ def stream(
 
 
 def found_in(path: Place, name: str, columns: Columns, split: str | None = None) -> bool:
-    """Whether files have training tuples, rather than InF-IR records: the first row has a query or positives of a tuple.
+    """Whether files have training tuples, not InF-IR records: by the column map, else by the columns of the first row.
 
     Raises:
         InputError: no such file, or it cannot be read.
@@ -100,7 +100,7 @@ def found_in(path: Place, name: str, columns: Columns, split: str | None = None)
         return False  # the output of another stage, which `records.stream` refuses
     first = kept if kept.is_file() else data_files(path, name, split)[0]
     row: dict[str, Any] = next(raw_rows(first, name), {})
-    if "query_positive" in {*columns, *row}:
+    if "query_positive" in columns or ("query_positive" in row and not {"query", "positives"} & columns.keys()):
         return False
     return any(key in columns or {key, *ALIASES[key]} & row.keys() for key in ("query", "positives"))
 

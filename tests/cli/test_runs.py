@@ -17,7 +17,7 @@ from infembed_ray.progress import track
 from infembed_ray.storage import run_state
 from infembed_ray.storage.leases import lease
 from infembed_ray.storage.object_store import Folder
-from infembed_ray.storage.places import address, listing, place_of
+from infembed_ray.storage.places import address, listing, place_of, write_json
 from infembed_ray.storage.steps import Step, fingerprint
 from infembed_ray.synthesis import templates
 
@@ -91,6 +91,17 @@ def test_all_outputs_are_listed_with_the_latest(made, tmp_path, capsys):
     assert [line.split()[0] for line in shown] == ["finished"] * 4
 
 
+def test_a_next_step_that_is_done_is_not_suggested(tmp_path, capsys):
+    where, stages_of = tmp_path / "runs", [("synthesize", "seeds"), ("train", "records"), ("index", "model")]
+    (made := tmp_path / "seeds.jsonl").write_text("{}\n")
+    for stage, name in stages_of:
+        made = Path(publish(stage, str(where / stage), {name: made}))
+        shown = lines(capsys, "runs", str(where))
+        assert [line.startswith("  next: ") for line in shown[1:]] == [False] * (len(shown) - 2) + [True]
+        assert str(made) in shown[-1]
+        assert any("next: " in line for line in lines(capsys, "runs", "show", str(made)))
+
+
 def test_outputs_in_an_object_store_are_read_there(bucket, tmp_path, capsys):
     seeds = tmp_path / "seeds.jsonl"
     seeds.write_text("{}\n")
@@ -127,8 +138,11 @@ def test_an_unfinished_run_has_its_progress_its_error_and_its_command(where, tmp
         assert failed[1:] == [
             "  progress: train: 3/10  loss 1.5",
             "  error: ValueError: no space on this disk",
-            "  next: infembed train seed=1 'model=a b'  resumes it",
+            "  next: infembed train seed=1 'model=a b'  starts it again",  # it has no state of a training
         ]
+    state = (step.remote / "states" / "step-1" / "a") if step.remote else step.partial / "states" / "step-1" / "a"
+    write_json(state, {})
+    assert lines(capsys, "runs", output)[-1].endswith("'model=a b'  resumes it")
     with step.publish() as staging:
         (staging.path / "data").write_text("done")
     assert [line.split()[0] for line in lines(capsys, "runs", output)] == ["finished", "next:"]

@@ -54,6 +54,24 @@ def test_layouts_of_other_libraries_need_no_column_map(tmp_path, row, expected):
     assert read(path) == [expected]
 
 
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"query": "query_positive", "positives": "document_positive", "negatives": "text"}, True),
+        ({"query": "query_positive", "positives": ["document_positive", "text"]}, True),
+        ({"positives": "document_positive"}, True),
+        ({"query": "text"}, True),
+        ({"query_positive": "query", "document_positive": "text"}, False),
+        ({"query_positive": "query"}, False),
+        ({"id": "text"}, False),
+        ({}, False),
+    ],
+)
+def test_a_column_map_decides_whatever_other_columns_a_file_has(tmp_path, columns, expected):
+    row = dict.fromkeys(("query_positive", "document_positive", "hard_negative_document_1", "text", "query"), "t")
+    assert tuples.found_in(write_jsonl(tmp_path / "a.jsonl", [row]), "records", columns) == expected
+
+
 def test_rows_of_json_may_have_columns_that_the_first_row_lacks(tmp_path):
     later = {"query": "r", "pos": ["o"], "neg": ["n"], "instruction": "i", "pos_scores": [1], "neg_scores": [0]}
     path = write_jsonl(tmp_path / "a.jsonl", [{"query": "q", "pos": ["p"]}, later, {"id": 0, "query": "s", "pos": "p"}])
