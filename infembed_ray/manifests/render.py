@@ -5,6 +5,7 @@ YAML in jobs/kubernetes and is copied once. Nothing is sent to a cluster.
 """
 
 import hashlib
+import os
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -14,10 +15,10 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from infembed_ray.config.base import Settings, nearest
+from infembed_ray.config.base import Kind, Settings, nearest, with_texts
 from infembed_ray.config.manifests import ManifestsSettings, NodeGroup
 from infembed_ray.config.verbs import VERBS, project_files
-from infembed_ray.errors import InputError, check_all
+from infembed_ray.errors import Fault, InputError, check_all
 from infembed_ray.progress import say
 
 BASE = "kubernetes"
@@ -28,6 +29,8 @@ SERVE = "serve"
 NAMESPACE = "infembed"
 REDIS = "infembed-redis:6379"
 """Address of the Redis of jobs/kubernetes/redis.yaml, which keeps the state of the API's GCS."""
+MOUNT = "/mnt/infembed"
+"""Where pods have the volume of `claim`."""
 HEAD = NodeGroup(resources={"cpu": 4, "memory": "16Gi"})
 """The head's pod, unless `groups` has one."""
 TEMPLATES = Environment(
@@ -119,7 +122,26 @@ def _load(settings: ManifestsSettings, name: str) -> Settings:
             raise InputError.of(f"{where}.{group}", f"{low}-{high}", fault, "only `serve` is autoscaled")
     if "default" not in settings.images:
         raise InputError.of("images.default", None, "is missing", "set it to the image of CPU pods and of the head")
-    return VERBS[name].settings.load(str(_file(name)))
+    loaded = VERBS[name].settings.load(str(_file(name)))
+    _require_mounted(loaded, where, _file(name).read_text(encoding="utf-8"))
+    return loaded
+
+
+def _require_mounted(settings: Settings, where: str, written: str) -> None:
+    """Check that pods have the paths that are written in a stage's settings file; InputError with all that they lack."""
+    faults = []
+
+    def check(setting: str, kind: Kind, value: str) -> str:
+        local = value and value in written and "://" not in value and kind.names_path(value)
+        if local and not Path(os.path.normpath(value)).is_relative_to(MOUNT):
+            fault = f"pods have no such path: they share {MOUNT} only"
+            faults.append(Fault(f"{where}.{setting}", value, fault, "give a path below it, or a URI"))
+        return value
+
+    check("output", Kind(is_path=True), getattr(settings, "output", ""))
+    with_texts(settings, check)
+    if faults:
+        raise InputError(*faults)
 
 
 def _plan_of_serve(settings: Any) -> Any:

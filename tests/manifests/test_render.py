@@ -9,6 +9,7 @@ import yaml
 from infembed_ray.cli.main import main
 from infembed_ray.config.manifests import ManifestsSettings
 from infembed_ray.errors import InputError
+from infembed_ray.manifests import render
 from infembed_ray.manifests.render import run
 from tests.serving.indexes import AGAIN, PASSAGES, publish_index
 from tests.support import kubernetes
@@ -131,6 +132,36 @@ def test_mistakes_are_found_before_anything_is_written(tmp_path: Path, override:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "faults"),
+    [
+        ({"output": "/data/a"}, ["output=/data/a"]),
+        ({"output": "runs/a", "seeds": "s.jsonl"}, ["output=runs/a", "seeds=s.jsonl"]),
+        ({"seeds": "/mnt/infembed/../x.jsonl"}, ["seeds=/mnt/infembed/../x.jsonl"]),
+        ({"seeds": "/mnt/infembed2/x.jsonl"}, ["seeds=/mnt/infembed2/x.jsonl"]),
+        ({"output": "s3://bucket/a", "seeds": "s3://bucket/s.jsonl"}, []),
+        ({"output": "/mnt/infembed/deep/er"}, []),
+    ],
+)
+def test_paths_that_pods_do_not_have_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], faults: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (file := tmp_path / "jobs" / "configs" / "synthesize.yaml").parent.mkdir(parents=True)
+    models = {"generator": {"model": "a"}, "judge": {"model": "b"}}
+    file.write_text(yaml.safe_dump({"output": "/mnt/infembed/r", "seeds": "/mnt/infembed/s.jsonl", **models, **given}))
+    chosen = settings(tmp_path / "out", "stages={synthesize: {cpu: 1}}")
+    if not faults:
+        run(chosen)
+        return
+    with pytest.raises(InputError) as refused:
+        run(chosen)
+    lines = [str(fault) for fault in refused.value.faults]
+    rest = ": pods have no such path: they share /mnt/infembed only; give a path below it, or a URI"
+    assert lines == [f"stages.synthesize.{fault}{rest}" for fault in faults]
+    assert not (tmp_path / "out").exists()
+
+
 def test_every_mistake_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ["stages.train={cpus: 1}", "stages.index={cpus: 1}", "stages.serve=null"]
     assert main(["manifests", "--config", CONFIG, f"output={tmp_path / 'out'}", *wrong]) == 2
@@ -140,6 +171,7 @@ def test_every_mistake_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.integration
 def test_the_api_is_a_service_of_the_served_index(tmp_path: Path, minilm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(render, "MOUNT", str(tmp_path))
     from ray.serve.schema import ServeDeploySchema
 
     indexes = [publish_index(tmp_path / "one", minilm, PASSAGES), publish_index(tmp_path / "two", minilm, AGAIN)]
