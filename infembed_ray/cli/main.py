@@ -5,6 +5,8 @@ Modules are imported only when a verb needs them, so `--version`, `--help` and a
 
 import argparse
 import os
+import select
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -35,17 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit status: 0, 1 if Ray or a gate failed, 2 for bad input, 130 if interrupted. An error is one line on stderr. One
-        that nothing foresaw has its traceback before that line, and status 1.
+        The exit status: 0, 1 if Ray or a gate failed, 2 for bad input, 130 if interrupted, 141 if the reader of the output, such
+        as `head`, ended. An error is one line on stderr. One that nothing foresaw has its traceback before that line, and status 1.
     """
     try:
         try:
             return _main(arguments)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+    except BrokenPipeError:  # of the output: `_main` reports those of other pipes
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+        return 128 + signal.SIGPIPE
 
 
 def _main(arguments: Sequence[str] | None) -> int:
@@ -60,9 +62,9 @@ def _main(arguments: Sequence[str] | None) -> int:
     try:
         telemetry.set_up_logs()
         return _run(options) or 0
-    except BrokenPipeError:
-        raise
     except Exception as raised:
+        if isinstance(raised, BrokenPipeError) and _reader_ended():
+            raise
         error = explained(raised, stage)
         if not isinstance(error, KNOWN):
             fault = f"infembed {options.verb}: unexpected {in_one_line(error, stage)}"
@@ -75,6 +77,12 @@ def _main(arguments: Sequence[str] | None) -> int:
         line = f"infembed {options.verb}: interrupted; the same command resumes"
         print(telemetry.log_line(line, "ERROR"), file=sys.stderr)
         return 130
+
+
+def _reader_ended() -> bool:
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(state & select.POLLERR for _, state in poll.poll(0))
 
 
 # ------------------------------------------------------------------------------------------------------------- parsing

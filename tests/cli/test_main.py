@@ -135,6 +135,15 @@ def test_a_reader_that_ends_early_gets_no_traceback(words, tmp_path):
     assert done.stderr == ""
 
 
+def test_a_pipe_other_than_the_output_that_breaks_is_a_failure(monkeypatch, capsys):
+    def broken(_):
+        raise BrokenPipeError("of a server")
+
+    monkeypatch.setattr("infembed_ray.cli.main._run", broken)
+    assert main(["doctor"]) == 1
+    assert "BrokenPipeError" in capsys.readouterr().err
+
+
 def test_settings_may_follow_an_option(capsys):
     assert main(["train", "records=a", "--print-config", "model=b", "output=c"]) == 0
     shown = capsys.readouterr().out
