@@ -94,6 +94,8 @@ class BatchClient:
         for number in itertools.count():
             try:
                 return await attempt()
+            except RunFailure:
+                raise
             except openai.APIStatusError as error:
                 body = error.response.content.replace((api_key(self._endpoint) or "\0").encode(), b"***")
                 reason = f"HTTP {error.status_code}: {error_message(body)[0]}"
@@ -123,7 +125,7 @@ def openai_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
     # Not from the environment: all requests go to one account.
     headers: dict[str, Any] = {"OpenAI-Organization": openai.Omit(), "OpenAI-Project": openai.Omit()}
     direct = {"http://": None, "https://": None} if proxy_of(endpoint.base_url) is None else None
-    hooks = {"request": [] if key else [_remove_key]}
+    hooks: dict[str, Any] = {"request": [] if key else [_remove_key], "response": [_refuse_redirect]}
     options: dict[str, Any] = {
         "api_key": key or "none",  # the client insists on one
         "http_client": openai.DefaultAsyncHttpxClient(event_hooks=hooks, mounts=direct),
@@ -139,3 +141,9 @@ def openai_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
 async def _remove_key(request: httpx2.Request) -> None:
     for name in ("Authorization", "api-key"):
         request.headers.pop(name, None)
+
+
+async def _refuse_redirect(response: httpx2.Response) -> None:
+    if response.has_redirect_location and response.request.method == "POST":  # which would become a GET
+        said = f"redirects to {one_line(response.headers['Location'])}; set its base_url to the address that answers"
+        raise RunFailure(f"{one_line(str(response.request.url))} {said}")

@@ -107,3 +107,23 @@ def test_a_failing_poll_is_repeated_for_the_endpoints_patience(patience_s: float
     else:
         with pytest.raises(RunFailure, match=r"no answer about batches \(HTTP 503: .*; the same command resumes"):
             asyncio.run(status_of_a_batch(handle, patience_s=patience_s))
+
+
+def test_a_redirected_submission_is_refused_at_once_with_the_new_address() -> None:
+    asked: list[str] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        asked.append(request.method)
+        raise web.HTTPMovedPermanently("https://elsewhere/v1/batches")
+
+    async def submit() -> None:
+        application = web.Application()
+        application.router.add_route("*", "/{any:.*}", handle)
+        async with TestServer(application) as server:
+            given = Endpoint(base_url=f"http://127.0.0.1:{server.port}", api_key_env=None, patience_s=600)
+            async with contextlib.aclosing(BatchClient(given)) as batches:
+                await batches.submit("f", "tag", doubtful=False)
+
+    with pytest.raises(RunFailure, match=r"/batches redirects to https://elsewhere/v1/batches; set"):
+        asyncio.run(submit())
+    assert asked == ["POST"]

@@ -28,7 +28,7 @@ class Server:
 
     url: str = ""
     faults: list[str] = field(default_factory=list)
-    """Faults of the next requests: `429`, `500`, `dropped`, `wrong count`, `nan`."""
+    """Faults of the next requests: `429`, `500`, `301`, `dropped`, `wrong count`, `nan`."""
     longest: int = 10**9
     """Maximum characters of a text."""
     paid: Counter[str] = field(default_factory=Counter)
@@ -45,6 +45,8 @@ class Server:
         fault = self.faults.pop(0) if self.faults else ""
         if fault in ("429", "500"):
             return int(fault), {"error": {"message": "slow down"}}
+        if fault == "301":
+            return 301, {}
         if fault == "dropped":
             return None
         if any(len(text) > self.longest or not text for text in body["input"]):
@@ -70,6 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in (
             ("Content-Type", "application/json"),
             ("Retry-After", "0.05"),
+            *([("Location", "/v2/embeddings")] if answered[0] == 301 else []),
             ("Content-Length", len(content)),
         ):
             self.send_header(name, str(value))

@@ -73,6 +73,7 @@ def test_blank_and_long_texts_have_an_embedding_too(server, monkeypatch):
     [
         ({"server": {"longest": 3}}, "too long or empty"),
         ({"server": {"faults": ["nan"]}}, "is not finite"),
+        ({"server": {"faults": ["301"] * 9}}, "/v1/embeddings redirects to /v2/embeddings; set"),
         ({"server": {"faults": ["wrong count"]}}, "3 embeddings for 4 texts"),
         ({"model": "unknown"}, "no such model"),
         ({"key": "wrong"}, "Incorrect API key"),
