@@ -93,7 +93,14 @@ def test_a_case_that_hangs_is_killed_after_its_share(made, monkeypatch, tmp_path
     assert lines["hangs"][1]["error"] == "killed after 7 s; what it measured before stays"
     assert lines["passes"][0]["failed"] == []
     process = int(lines["hangs"][0]["figures"]["process"])
-    wait_until(lambda: not psutil.pid_exists(process))  # the server reaps it
+    wait_until(lambda: ended(process))
+
+
+def ended(process):
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE  # until the server of processes reaps it
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.support.files import write_jsonl
 
 TOPICS = ("espresso machines", "mountain glaciers", "tax returns", "sourdough bread", "satellite orbits")
 ASPECTS = ("a beginner's guide", "common mistakes", "what it costs", "its history", "how experts do it", "the tools")
-PASSAGES = {f"{t[:3]}-{n}": f"{t.capitalize()}: {a}. " + t * n for t in TOPICS for n, a in enumerate(ASPECTS)}
+PASSAGES = {f"{t[:3]}-{n}": f"{t.capitalize()}: {a}." + f" {t}" * n for t in TOPICS for n, a in enumerate(ASPECTS)}
 
 
 def write_corpus(path: Path, rows: Iterable[dict[str, Any]]) -> str:

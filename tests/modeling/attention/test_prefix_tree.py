@@ -296,7 +296,7 @@ def test_training_has_the_same_losses_with_and_without_trees(minilm, tmp_path):
     """The real loop on DeepSpeed, then the same with every text in a padded row of its own."""
     tokenizer = AutoTokenizer.from_pretrained(minilm)
     torch.manual_seed(0)
-    Qwen2Model(Qwen2Config(**{**SHAPE, "vocab_size": len(tokenizer)})).save_pretrained(tmp_path / "model")
+    LlamaModel(LlamaConfig(**{**SHAPE, "vocab_size": len(tokenizer)})).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     settings = TrainSettings(
         records="-",
