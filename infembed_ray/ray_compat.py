@@ -27,14 +27,17 @@ START_LIMITS = {
     "RAY_agent_register_timeout_ms": "90000",
 }
 """How long each process of a local cluster may take to start. Ray's own 30 s are too short on a busy machine."""
-RETRIES = {"max_restarts": 8, "max_task_retries": 8}
-"""How often Ray restarts an actor and repeats its tasks. Actor pools of Ray Data do so without end, also for lack of memory."""
 MEMORY_RETRIES = {"RAY_task_oom_retries": "3"}
 """How often Ray repeats a task that it killed because memory ran out; its own default is without end."""
 NO_IDLE_WORKERS = {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}
 """Starts no worker process before a task needs one. Those of `serve` have environments of their own, so idle ones are no use."""
 NO_RETRY_LOG = {"RAY_enable_output_error_log_if_still_retry": "0"}
 """Stops the driver from printing that calls to Serve's controller are retried while Serve shuts down."""
+
+
+def retries() -> dict[str, int]:
+    """Return how often Ray restarts an actor and repeats its tasks. Actor pools of Ray Data do so without end, also for lack of memory."""
+    return {"max_restarts": 8, "max_task_retries": 8}
 
 
 def raylet_death_check(seconds: float) -> dict[str, str]:

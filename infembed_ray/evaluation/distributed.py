@@ -282,7 +282,7 @@ def _compute_chunks(
         fn_constructor_args=(model, store_of(store, model.identity), ray.put(distinct), device, settings.batch_tokens),
         compute=ActorPoolStrategy(size=1 if remote else min(settings.actors, len(distinct))),
         num_gpus=gpus,
-        **ray_compat.RETRIES,
+        ray_remote_args_fn=ray_compat.retries,
     )
     files: dict[TextChunk, Place] = {}
     with track(f"{title} {model.label}", sum(chunk.size for chunk in distinct)) as advance:

@@ -131,7 +131,7 @@ def _mine(settings: MineSettings, inputs: MiningInputs, positives: KnownPositive
     load = partial(
         Miner, settings, address(inputs.index.path), inputs.teacher, "cuda" if settings.gpus_per_worker else "cpu"
     )
-    actor = ray.remote(num_gpus=settings.gpus_per_worker, **ray_compat.RETRIES)(_Actor)
+    actor = ray.remote(num_gpus=settings.gpus_per_worker, **ray_compat.retries())(_Actor)
     shared, pool = ray.put(positives), ActorPool([actor.remote(load) for _ in range(settings.workers)])
     bad = BadRows("records", settings.on_bad_row == "reject")
     rows, waiting = read(settings, inputs.records, bad), deque[Path]()

@@ -92,7 +92,7 @@ class OnRay(build.Tasks):
             fn_constructor_args=(work, self._model),
             compute=ActorPoolStrategy(size=work.settings.actors),
             num_gpus=work.settings.gpus_per_actor,
-            **ray_compat.RETRIES,
+            ray_remote_args_fn=ray_compat.retries,
         )
         for row in encoded.iter_rows():
             if row["fault"] is not None:

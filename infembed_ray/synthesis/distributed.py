@@ -255,7 +255,7 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
                 size=1, max_concurrent_calls_per_actor=at_once, max_tasks_in_flight_per_actor=at_once
             ),
             num_cpus=CPUS_PER_ACTOR,
-            **ray_compat.RETRIES,
+            ray_remote_args_fn=ray_compat.retries,
             # Only actors that drain need it (module `driver_watch`): an environment of its own costs an actor a new process.
             **({"runtime_env": {"env_vars": RAY_ENVIRONMENT}} if driver and not os.environ.get("RAY_ADDRESS") else {}),
         )
