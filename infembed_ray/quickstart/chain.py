@@ -35,7 +35,6 @@ from infembed_ray.serving.distributed import serving
 from infembed_ray.storage.steps import Published
 from infembed_ray.synthesis.distributed import run as synthesize
 from infembed_ray.training.launch import run as train
-from infembed_ray.training.observability.report import REPORT as TRAINING_REPORT
 
 S = TypeVar("S", bound=Settings)
 
@@ -138,7 +137,6 @@ def _report(path: Path, outputs: QuickstartOutputs, rankings: dict[str, list[Ran
         rankings=rankings,
         details={
             "analysis of the records": outputs.analysis.path / ANALYSIS_REPORT,
-            "training": outputs.checkpoint.path / TRAINING_REPORT,
             "evaluation": outputs.results.path / REPORT_FILE,
         },
     )

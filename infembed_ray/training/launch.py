@@ -21,7 +21,7 @@ import torch
 
 from infembed_ray import telemetry
 from infembed_ray.config.training import TrainSettings
-from infembed_ray.errors import InputError, check_all, in_one_line
+from infembed_ray.errors import InputError, check_all
 from infembed_ray.modeling import model_card
 from infembed_ray.modeling.checkpoint import describe, locate
 from infembed_ray.modeling.encoder import InstructionEncoder
@@ -35,7 +35,7 @@ from infembed_ray.training.checkpoints.manager import CheckpointManager
 from infembed_ray.training.dataset import RECORDS, Dataset
 from infembed_ray.training.losses import MOST_JOINT_TEXTS, Objective
 from infembed_ray.training.node_files import UPLOAD_S, fetch, node_directory
-from infembed_ray.training.observability import report, trackers
+from infembed_ray.training.observability import trackers
 from infembed_ray.training.observability.logs import EVENTS, METRICS, read_events, read_metrics, read_metrics_from
 from infembed_ray.training.sampler import Sampler
 from infembed_ray.training.validation import EXPORTED
@@ -71,7 +71,6 @@ def run(settings: TrainSettings) -> Published:
                 _fit(resolved, shared, staging.path)
         finally:  # also of a run that failed, whose output directory stays
             fetch(staging.remote, staging.path)
-            _report(staging.path, settings, len(rows), sampler.steps)
         _describe(staging, step, inputs, settings, rows)
         (staging.path / STATES / RECORDS).unlink()
         if staging.remote is not None:
@@ -242,14 +241,6 @@ def _follow(staging: Staging, steps: int, done: int, stop: threading.Event) -> N
 def _note(line: Mapping[str, Any]) -> str:
     loss, norm = (math.nan if line[name] is None else line[name] for name in ("loss", "grad_norm"))
     return f"loss {loss:.3f}  |g| {norm:.2f}  {line['tokens_per_second']:,.0f} tokens/s"
-
-
-def _report(directory: Path, settings: TrainSettings, records: int, steps: int) -> None:
-    """Write the report. A failure is logged only, because the outcome of the run matters more."""
-    try:
-        report.write(directory, settings, records, steps)
-    except Exception as error:
-        say(f"train: warning: {report.REPORT} cannot be written ({in_one_line(error)})")
 
 
 def _describe(staging: Staging, step: Step, inputs: Inputs, settings: TrainSettings, rows: Dataset) -> None:

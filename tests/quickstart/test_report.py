@@ -36,14 +36,14 @@ def rankings():
 
 
 def written(tmp_path, found=None, details=None):
-    details = details or {"training": tmp_path / "checkpoint" / "1f" / "report.html"}
+    details = details or {"evaluation": tmp_path / "results" / "1f" / "report.html"}
     return write_report(tmp_path / "r.html", FUNNEL, found or results(), rankings(), details).read_text()
 
 
 def test_the_report_is_one_file_without_resources_that_links_the_stages_reports(tmp_path):
     text = written(tmp_path)
     links = [attributes["href"] for attributes in Page(text).attributes("a")]
-    assert links == ["checkpoint/1f/report.html"]
+    assert links == ["results/1f/report.html"]
     assert "&lt;b&gt;" in text  # passages are text, not markup
     assert "<b>" not in text
 

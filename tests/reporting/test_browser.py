@@ -13,12 +13,9 @@ from infembed_ray.analysis.diversity import TextSet, compare, from_records
 from infembed_ray.analysis.figures import read
 from infembed_ray.analysis.overlap import EvaluationTexts, contamination
 from infembed_ray.analysis.report import as_html, shown_rows, summarise
-from infembed_ray.config.training import TrainSettings
 from infembed_ray.evaluation.paper.collection import collect
 from infembed_ray.evaluation.paper.results_report import Report
 from infembed_ray.storage.steps import resolve
-from infembed_ray.training.observability import report as training_report
-from infembed_ray.training.observability.logs import Event
 from tests.analysis.samples import ROWS, kept, publish
 from tests.evaluation.paper import made
 from tests.quickstart import test_report as quickstart_samples
@@ -29,18 +26,9 @@ SMALLEST_TEXT_PX = 11
 
 MEASURE = """() => {
   const text = [...document.querySelectorAll("body *")].filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()));
-  const rows = {};
-  for (const label of document.querySelectorAll(".chart .x span, .chart .y span")) {
-    const parent = label.parentElement;
-    const range = document.createRange(); range.selectNodeContents(label);
-    const own = range.getBoundingClientRect(), key = [...document.querySelectorAll(".chart .x, .chart .y")].indexOf(parent);
-    (rows[key] ??= []).push([own.left, own.top, own.right, own.bottom]);
-  }
-  const meet = (a, b) => a[0] < b[2] - 1 && b[0] < a[2] - 1 && a[1] < b[3] - 3 && b[1] < a[3] - 3;
   return {
     overflow: document.documentElement.scrollWidth - innerWidth,
     smallest: Math.min(...text.map(e => parseFloat(getComputedStyle(e).fontSize))),
-    meeting: Object.values(rows).flatMap(boxes => boxes.flatMap((a, i) => boxes.slice(i + 1).filter(b => meet(a, b)))).length,
     svg_text: document.querySelectorAll("svg text").length,
     flat: [...document.querySelectorAll("svg")].filter(e => e.getBoundingClientRect().width < 10 || e.getBoundingClientRect().height < 8).length,
   };
@@ -71,24 +59,6 @@ def analysis(root):
     return as_html(summary, shown_rows(found, {}), "runs/quickstart/records")
 
 
-def training(root):
-    random = np.random.default_rng(0)
-
-    def line(step):
-        values = {"step": step, "time": 1000 + 2 * step, "loss": 3 / step**0.4 + random.normal(0, 0.05)}
-        values |= {"loss_P": 2 / step**0.4, "loss_I": 1.4 / step**0.4, "grad_norm": 1.5 + random.normal(0, 0.2)}
-        values |= {"tokens": 300, "tokens_per_second": 24_000 + random.normal(0, 900), "padding": 0.25}
-        values |= {"seconds": 2.0, "data_seconds": 0.1, "mfu": None, "memory_gib": 1.31, "learning_rate": 5e-5 / step}
-        return values | {"accuracy_P": min(0.9999, 0.9985 + step / 1e6)}
-
-    events = [
-        Event(120, "no_negatives", "warn", "step 120: no row has a negative"),
-        Event(400, "nonfinite", "stop", "step 400: the loss is nan"),
-    ]
-    settings = TrainSettings(records="runs/records/2026", model="some/model", output="runs/checkpoint", workers=4)
-    return training_report.render(settings, [line(s) for s in range(1, 2001)], events, 11_234, 2000)
-
-
 def evaluation(root):
     rows = {f"uni{{P}}, epochs={n}": (0.2 * n, {"objective": "uni{P}", "epochs": n}) for n in (1, 2)}
     models = {"e5-base-v2": ("intfloat/e5-base-v2", 0), "trained": ("runs/x", 0.3)}
@@ -104,14 +74,14 @@ def evaluation(root):
 
 
 def quickstart(root):
-    return quickstart_samples.written(root, details={"training": root / "training.html"})
+    return quickstart_samples.written(root, details={"evaluation": root / "evaluation.html"})
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     root = tmp_path_factory.mktemp("reports")
     paths = {}
-    for make in (analysis, training, evaluation, quickstart):
+    for make in (analysis, evaluation, quickstart):
         paths[make.__name__] = root / f"{make.__name__}.html"
         paths[make.__name__].write_text(make(root), encoding="utf-8")
     return paths
@@ -127,7 +97,6 @@ def test_reports_are_readable_on_a_phone_and_on_a_desktop(reports, browser, widt
         found = page.evaluate(MEASURE)
         assert found["overflow"] <= 0, name
         assert found["smallest"] >= SMALLEST_TEXT_PX, name
-        assert found["meeting"] == 0, name
         assert found["svg_text"] == 0, name  # text in an SVG would shrink with it
         assert found["flat"] == 0, name
         background, ink = page.evaluate("['backgroundColor', 'color'].map(n => getComputedStyle(document.body)[n])")

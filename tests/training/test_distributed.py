@@ -1,6 +1,5 @@
 """Training on a Ray cluster: its output, resuming, ZeRO stages, adapters and error messages."""
 
-import html
 import re
 import signal
 
@@ -76,14 +75,13 @@ def test_ray_matches_one_process(published, settings, tmp_path):
 
 
 @pytest.mark.ray
-def test_stopped_run_is_not_retried_by_ray_and_its_report_has_the_reason(ray_cluster, settings, tmp_path):
+def test_stopped_run_is_not_retried_by_ray_and_its_log_has_the_reason(ray_cluster, settings, tmp_path):
     changes = {"workers": 1, "learning_rate": 1e25, "checkpoint_every": 1, "output": str(tmp_path)}
     with pytest.raises(InputError, match=r"^step 2: .* stopped"):
         run(settings.model_copy(update=changes))
     (partial,) = tmp_path.glob(".*.partial")
     (event,) = read_events(partial)  # a retry would have logged that it resumed
     assert (event.step, event.action) == (2, "stop")
-    assert event.message in html.unescape((partial / "report.html").read_text())
 
 
 @pytest.mark.integration

@@ -10,7 +10,6 @@ import torch
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.training import launch
 from infembed_ray.training.launch import run
 from infembed_ray.training.observability.logs import read_metrics
 from tests.modeling import backbones
@@ -102,9 +101,3 @@ def test_settings_that_do_not_fit_each_other_are_rejected(settings, tmp_path, ch
     with pytest.raises(InputError) as error:
         run(settings.model_copy(update=model | change))
     assert [fault.setting for fault in error.value.faults] == [setting]
-
-
-def test_failed_report_is_only_a_warning(settings, tmp_path, capsys):
-    (tmp_path / launch.report.REPORT).mkdir()
-    launch._report(tmp_path, settings, 7, 4)
-    assert capsys.readouterr().out.startswith("train: warning: report.html cannot be written (IsADirectoryError")
