@@ -1,6 +1,6 @@
 """The bundled sample: 144 seeds on 16 topics, and a journal with every completion that the pipeline asks for.
 
-`authored.jsonl` has one line per seed, with all its completions; `record.py` writes the seeds and the journal from it.
+`authored.jsonl` has one line per seed, with all its completions; `scripts/record_sample.py` writes the seeds and the journal from it.
 Some completions are flawed on purpose, so that the filters reject them.
 """
 

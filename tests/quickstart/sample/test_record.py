@@ -8,11 +8,11 @@ import pytest
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.journal import Journal, replaying
 from infembed_ray.quickstart import sample
-from infembed_ray.quickstart.sample.record import TEST_TOPICS, record
 from infembed_ray.records import tables
 from infembed_ray.synthesis.judge import Pool
 from infembed_ray.synthesis.outcome import Outcome
 from infembed_ray.synthesis.pipeline import synthesize
+from scripts.record_sample import TEST_TOPICS, record
 
 AUTHORED = [json.loads(line) for line in sample.AUTHORED.read_text(encoding="utf-8").splitlines()]
 
@@ -33,7 +33,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
 
 def test_seeds_and_journal_are_what_the_authored_lines_and_todays_prompts_make() -> None:
     seeds, journal = record()
-    remedy = "run python -m infembed_ray.quickstart.sample.record"
+    remedy = "run python -m scripts.record_sample"
     assert seeds == sample.SEEDS.read_bytes(), remedy
     assert journal == sample.JOURNAL.read_bytes(), remedy
 

@@ -1,4 +1,4 @@
-"""Write the sample's seeds and journal: python -m infembed_ray.quickstart.sample.record
+"""Write the sample's seeds and journal: python -m scripts.record_sample
 
 Each seed goes through the pipeline's own steps; its completions come from the authored line instead of a model. Run
 this again after a change of a prompt, because the journal's keys depend on the prompts.
