@@ -31,7 +31,7 @@ SMALL_BYTES = 2**16
 LINGER_S = 2.0
 """Time for which the rest of a rejected body is read and discarded. Closing a connection with unread data can lose the
 answer."""
-LIMITED_PATHS = ("/v1/search", "/v1/embeddings", "/v1/documents")
+LIMITED_PATHS = ("/v1/search", "/v1/rerank", "/v2/rerank", "/v1/embeddings", "/v1/documents")
 """Paths that use the encoder or the shards; each has its own limit, which the same paths of all collections share."""
 MAX_LIMIT = 256
 """Maximum limit: by Little's law enough for 1,000 requests/s that each take 250 ms."""

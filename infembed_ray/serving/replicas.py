@@ -229,7 +229,9 @@ class ShardSearch:
         return await run(self._threads, lambda: [scores(query) for query in queries])
 
     async def document(self, id: str) -> Document | None:
-        """Return the document with an id."""
+        """Return the document with an id, after all changes in the log."""
+        with contextlib.suppress(Exception):  # the thread that follows the log reports it
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._shard.refresh)
         content = self._shard.get(id)
         return None if content is None else Document(content.id, content.text, content.metadata)
 
@@ -276,7 +278,7 @@ class StoreSearch:
         return list(await asyncio.gather(*(self._call(self._threads, self._store.scores, query) for query in queries)))
 
     async def document(self, id: str) -> Document | None:
-        """Return the document with an id."""
+        """Return the document with an id, after all changes."""
         hit = await self._call(self._threads, self._store.get, id)
         return None if hit is None else Document(hit.id, hit.text, hit.metadata)
 

@@ -60,8 +60,8 @@ class RequestBody(BaseModel):
 
 
 OneOrMoreTexts = Annotated[
-    Annotated[Text, Tag("text")] | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS), Tag("texts")],
-    Discriminator(lambda value: "texts" if isinstance(value, list) else "text"),
+    Annotated[Text, Tag("_text")] | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS), Tag("_texts")],
+    Discriminator(lambda value: "_texts" if isinstance(value, list) else "_text"),
 ]
 
 
@@ -221,6 +221,54 @@ class SearchResponse(BaseModel):
     explanation: Explanation | None = Field(None, description="of the hits, if `explain` asked for it")
 
 
+class RerankDocument(BaseModel):
+    """A passage to rank; other fields are ignored."""
+
+    text: Text
+
+
+TextOrDocument = Annotated[
+    Annotated[Text, Tag("_text")] | Annotated[RerankDocument, Tag("_object")],
+    Discriminator(lambda value: "_text" if isinstance(value, str) else "_object"),
+]
+
+
+class RerankRequest(RequestBody):
+    """The rerank request of Cohere, Jina and Infinity, extended by `instruction`."""
+
+    query: Text
+    documents: list[TextOrDocument] = Field(min_length=1, max_length=MAX_DOCUMENTS)
+    instruction: Instruction | None = Field(
+        None, description="what a relevant passage must satisfy besides the query's topic"
+    )
+    top_n: Annotated[StrictInt, Field(ge=1)] | None = Field(None, description="largest number of results; null: all")
+    return_documents: StrictBool | None = Field(None, description="whether results repeat their passages")
+    max_tokens_per_doc: None = Field(None, description="null: the reranker's own limit")
+    model: ModelName | None = Field(
+        None, description="if given, must be the name of the served model or of its reranker (GET /v1/models)"
+    )
+
+    def texts(self) -> list[str]:
+        """Return the passages."""
+        return [one if isinstance(one, str) else one.text for one in self.documents]
+
+
+class RerankResult(BaseModel):
+    """A passage by its place in the request, and its relevance."""
+
+    index: int
+    relevance_score: float = Field(description="on the reranker's own scale, as `rerank_score` of a search")
+    document: RerankDocument | None = None
+
+
+class RerankResponse(BaseModel):
+    """The passages of a request, the most relevant first."""
+
+    object: Literal["rerank"] = "rerank"
+    model: str
+    results: list[RerankResult]
+
+
 Id = Annotated[StrictStr, Field(min_length=1, max_length=MAX_ID_CHARACTERS)]
 
 
@@ -302,6 +350,7 @@ class Model(BaseModel):
     reranker: str | None = Field(None, description="model that re-ranks the first hits; null: none")
 
 
+NO_RERANKER = "this server has no reranker; start `infembed serve` with rerank.kind"
 NO_WORDS = "this index has no lexical index; build it again with `infembed index lexical=true` (FAISS shards only), or leave out hybrid"
 
 

@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 
+from infembed_ray.modeling.formats import Question
 from infembed_ray.retrieval import filters
 from infembed_ray.serving import explaining, schema
 from infembed_ray.serving.encoder.batching import BatchingEngine, Embedded
@@ -109,6 +110,10 @@ class DebugService:
         wanted = explaining.explained_ids(ids, plain_ids, search.top_k)
         scores = {id: asked @ debug_embed([self.documents[id].text.encode()])[0] for id in wanted}
         return explaining.explanation(phrases, ids, plain_ids, search.top_k, scores)
+
+    async def rerank(self, query: Question, texts: Sequence[str]) -> np.ndarray:
+        asked = await self.engine.embed([list(f"query: {query.instruction} {query.query}".encode())])
+        return debug_embed([list(text.encode()) for text in texts]) @ asked[0]
 
     async def put(self, documents: Sequence[Document]) -> int:
         self.documents |= {document.id: document for document in documents}

@@ -290,6 +290,11 @@ def test_searches_are_reranked_and_go_on_without_a_lost_reranker(
         {hit.id: float(score) for hit, score in zip(retrieved, scores, strict=True)}, abs=1e-4
     )
     assert search(rerank=False)["ids"] == by_cosine
+    asked = {"query": QUERY, "instruction": INSTRUCTIONS[0], "documents": [hit.text for hit in retrieved], "top_n": 5}
+    status, given, _ = ask(f"{api}/v1/rerank", asked)
+    assert status == 200, given
+    assert [retrieved[result["index"]].id for result in given["results"]] == by_scores[:5]
+    assert given["results"][0]["relevance_score"] == pytest.approx(float(scores.max()), abs=1e-4)
     assert ask(f"{api}/v1/models")[1]["data"][0]["reranker"]
 
     os.kill(replica(RERANKER)["pid"], signal.SIGKILL)

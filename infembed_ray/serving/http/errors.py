@@ -137,13 +137,13 @@ def invalid(error: ValidationError) -> HttpError:
     if error.error_count() > _MAX_DETAILED_ERRORS:
         return HttpError(400, f"the body has {error.error_count()} errors; see /openapi.json for its schema")
     first = error.errors(include_url=False, include_input=False)[0]
-    # The second part may be the tag of a union, which the client does not know.
-    field = [str(part) for i, part in enumerate(first["loc"]) if not (i == 1 and part in _UNION_TAGS)]
+    # A part may be the tag of a union, which the client does not know.
+    field = [str(part) for part in first["loc"] if part not in _UNION_TAGS]
     reason = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         message = f"the body is not valid JSON: {reason.removeprefix('Invalid JSON: ')}"
     elif first["type"] == "model_type":
-        message = "the body must be a JSON object"
+        message = f"{'.'.join(field) or 'the body'} must be a JSON object"
     elif first["type"] == "extra_forbidden":
         message = f"{'.'.join(field)}: no such field"
     else:
@@ -151,7 +151,7 @@ def invalid(error: ValidationError) -> HttpError:
     return HttpError(400, message, param=field[0] if field else None)
 
 
-_UNION_TAGS = frozenset({"text", "texts"})
+_UNION_TAGS = frozenset({"_text", "_texts", "_object"})
 
 
 def _http_error(request: Request, error: HTTPException) -> HttpError:

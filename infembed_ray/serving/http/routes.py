@@ -15,6 +15,7 @@ from pydantic_core import to_json
 from starlette.convertors import PathConvertor, register_url_convertor
 
 from infembed_ray.config.serving import DEFAULT_COLLECTION
+from infembed_ray.modeling.formats import Question
 from infembed_ray.retrieval import filters
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import Embedded
@@ -118,11 +119,29 @@ def add_collection_routes(api: APIRouter, collections: Collections) -> None:
         if body.hybrid and not card.lexical:
             raise HttpError(400, f"hybrid={body.hybrid:g}: {schema.NO_WORDS}", param="hybrid")
         if body.rerank and card.reranker is None:
-            message = (
-                "rerank=true: this server has no reranker; leave it out, or start `infembed serve` with rerank.kind"
-            )
-            raise HttpError(400, message, param="rerank")
+            raise HttpError(400, f"rerank=true: {schema.NO_RERANKER}, or leave it out", param="rerank")
         return json_response(await service.search(body))
+
+    @api.post("/v2/rerank", include_in_schema=False)  # where Cohere's newer clients ask
+    @both("POST", "/rerank", schema.RerankResponse, 404)
+    async def rerank(body: schema.RerankRequest, request: Request) -> Response:
+        """Score given passages for a query under an instruction by the server's reranker, the most relevant first."""
+        service = collections.of(request)
+        if (name := service.card.reranker) is None:
+            raise HttpError("model_not_found", schema.NO_RERANKER, param="model")
+        if body.model != name:
+            _require_model(service, body.model)
+        texts = body.texts()
+        scores = await service.rerank(Question(body.query, body.instruction or None), texts)
+        results = [
+            schema.RerankResult(
+                index=i,
+                relevance_score=scores[i],
+                document=schema.RerankDocument(text=texts[i]) if body.return_documents else None,
+            )
+            for i in np.argsort(-scores, kind="stable")[: body.top_n].tolist()
+        ]
+        return json_response(schema.RerankResponse(model=name, results=results))
 
     @both("PUT", "/documents", schema.ChangeResponse, 507)
     async def put_documents(body: schema.PutRequest, request: Request) -> Response:

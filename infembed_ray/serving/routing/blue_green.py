@@ -197,6 +197,12 @@ class Release:
         exclude = self._ranking.exclude if search.exclude is None else search.exclude
         return await (excluding(questions, self._ranking, encode) if exclude else encode(questions))
 
+    async def rerank(self, query: Question, texts: Sequence[str]) -> np.ndarray:
+        """Score passages by the reranker, which `card` must name: (len(texts)) float32."""
+        assert self.reranker is not None
+        ends, score = self._deadline(), self.reranker.score
+        return await RetriedCalls()(lambda: score(query, texts, ends - now()), self._timeout_s)
+
     async def put(self, documents: Sequence[Document]) -> int:
         """Add documents with distinct ids, or replace those with the same ids. Their metadata matches the card's fields.
 

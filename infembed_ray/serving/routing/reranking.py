@@ -65,6 +65,20 @@ class RerankStage:
             ordered = [scored[place] for place in np.argsort(-scores, kind="stable")] + list(others)
         return Reranked(ordered, note, 1e3 * (time.perf_counter() - start))
 
+    async def score(self, query: Question, texts: Sequence[str], timeout_s: float) -> np.ndarray:
+        """Score passages for a query under its instruction: (len(texts)) float32.
+
+        Raises:
+            QueueFull: too many passages wait.
+            DeadlineExceeded: no scores within `timeout_s`.
+            ReplicaLost: the reranker is not available.
+        """
+        call = self._reranker("score", query.query, query.instruction, texts, timeout_s)
+        try:  # a call that is cut off is cancelled, also on the replica
+            return await asyncio.wait_for(call, timeout_s)
+        except asyncio.TimeoutError:
+            raise DeadlineExceeded(timeout_s) from None
+
     async def ready(self) -> bool:
         """Return whether the reranker answers."""
         try:
@@ -77,10 +91,8 @@ class RerankStage:
         try:
             if budget_s <= 0:
                 return LATE, None
-            # A call that is cut off is cancelled, also on the replica.
-            call = self._reranker("score", query.query, query.instruction, texts, budget_s)
-            return RERANKED, await asyncio.wait_for(call, budget_s)
-        except (asyncio.TimeoutError, DeadlineExceeded):
+            return RERANKED, await self.score(query, texts, budget_s)
+        except DeadlineExceeded:
             return LATE, None
         except QueueFull:
             return FULL, None

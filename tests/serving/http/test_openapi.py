@@ -47,12 +47,14 @@ def operations() -> dict[str, dict[str, Any]]:
 def test_every_route_is_documented() -> None:
     assert set(operations()) == {
         "POST /v1/embeddings",
+        "POST /v1/rerank",
         "POST /v1/search",
         "PUT /v1/documents",
         "DELETE /v1/documents",
         "DELETE /v1/documents/{id}",
         "GET /v1/documents/{id}",
         "GET /v1/collections",
+        "POST /v1/collections/{collection}/rerank",
         "POST /v1/collections/{collection}/search",
         "PUT /v1/collections/{collection}/documents",
         "DELETE /v1/collections/{collection}/documents",

@@ -63,6 +63,68 @@ def test_search_ranks_the_passages_under_the_instruction(client: TestClient) -> 
     assert [hit["id"] for hit in plain] == ranking("q", None)
 
 
+def reranking() -> TestClient:
+    card = CARD.model_copy(update={"reranker": "cross"})
+    return client_of(make_app(DebugService(card=card), news=DebugService(card=card)))
+
+
+COHERE = {"model": "cross", "query": "q", "documents": [p.text for p in PASSAGES], "top_n": 3}
+LANGCHAIN = {**COHERE, "max_tokens_per_doc": None, "documents": [{"text": p.text, "source": "a"} for p in PASSAGES]}
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/v1/collections/news/rerank"])
+@pytest.mark.parametrize(
+    ("changed", "instruction"),
+    [
+        ({}, None),
+        (LANGCHAIN, None),
+        ({"model": "debug", "top_n": None, "instruction": ""}, None),
+        ({"instruction": "I", "return_documents": True, "model": None}, "I"),
+        ({"instruction": "I", "top_n": 99, "return_documents": False}, "I"),
+    ],
+)
+def test_passages_of_a_request_are_ranked_in_the_form_of_other_apis(
+    path: str, changed: dict[str, Any], instruction: str | None
+) -> None:
+    body = COHERE | changed
+    answer = reranking().post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    results = answer.json()["results"]
+    expected = [next(i for i, p in enumerate(PASSAGES) if p.id == id) for id in ranking("q", instruction)]
+    assert [result["index"] for result in results] == expected[: body["top_n"]]
+    for result in results:
+        text = PASSAGES[result["index"]].text
+        score = vector(f"query: {instruction} q") @ vector(text)
+        assert result["relevance_score"] == pytest.approx(float(score), abs=1e-6)
+        assert result["document"] == ({"text": text} if changed.get("return_documents") else None)
+    assert answer.json()["model"] == "cross"
+
+
+@pytest.mark.parametrize(
+    ("changed", "status", "param"),
+    [
+        ({"documents": []}, 400, "documents"),
+        ({"documents": ["a", " "]}, 400, "documents"),
+        ({"documents": [{"title": "a"}]}, 400, "documents"),
+        ({"documents": [3]}, 400, "documents"),
+        ({"documents": ["a"] * 1001}, 400, "documents"),
+        ({"top_n": 0}, 400, "top_n"),
+        ({"instructions": "I"}, 400, "instructions"),
+        ({"model": "rerank-v3.5"}, 404, "model"),
+    ],
+)
+def test_a_rerank_request_that_cannot_be_answered_names_its_field(
+    changed: dict[str, Any], status: int, param: str
+) -> None:
+    assert refused(reranking().post("/v1/rerank", json=COHERE | changed), status)["param"].startswith(param)
+
+
+def test_without_a_reranker_the_answer_says_how_to_start_one(client: TestClient) -> None:
+    error = refused(client.post("/v1/rerank", json=COHERE), 404)
+    assert error["code"] == "model_not_found"
+    assert "rerank.kind" in error["message"]
+
+
 def test_an_explanation_has_the_phrases_and_the_passages_of_both_rankings(client: TestClient) -> None:
     asked = {"query": "q", "instruction": "For A, not B.", "top_k": 2}
     body = client.post("/v1/search", json=asked | {"explain": True}).json()

@@ -84,6 +84,19 @@ def test_without_an_answer_in_time_the_order_is_the_retrievals_and_a_note_says_w
     assert reranker.cancelled == (reranker.seconds > 0)
 
 
+@pytest.mark.parametrize("error", [DeadlineExceeded(0.05), QueueFull(1), ReplicaLost(), RuntimeError("weights")])
+def test_given_passages_are_scored_or_the_failure_is_raised(error: Exception) -> None:
+    async def score(reranker: Reranker, timeout_s: float = 1.0) -> Any:
+        return await RerankStage(SETTINGS, reranker).score(QUERY, list(RELEVANCE), timeout_s)
+
+    assert asyncio.run(score(Reranker())).tolist() == pytest.approx(list(RELEVANCE.values()))
+    with pytest.raises(type(error)):
+        asyncio.run(score(Reranker(error)))
+    with pytest.raises(DeadlineExceeded):
+        asyncio.run(score(slow := Reranker(seconds=9), 0.05))
+    assert slow.cancelled
+
+
 def test_the_deadline_of_the_search_limits_the_budget() -> None:
     _, reranked = rerank(reranker := Reranker(seconds=9), left_s=0.05, budget_ms=60_000)
     assert reranked.note
