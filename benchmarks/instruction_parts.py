@@ -188,7 +188,7 @@ def late_interaction(scorer: LateInteraction, task: Task) -> Rerank:
 
     def rerank(query: TaskQuery, hits: Mapping[str, float]) -> Mapping[str, float]:
         ids, first = list(hits), list(hits)[:RERANKED]
-        scores = scorer.score(query.query, query.instruction, [texts[id] for id in first], 1024)
+        scores = scorer.score([(query, texts[id]) for id in first])
         order = [first[place] for place in np.argsort(-scores, kind="stable")] + ids[RERANKED:]
         return {id: -float(rank) for rank, id in enumerate(order)}
 
@@ -285,7 +285,7 @@ def main() -> None:
     from infembed_ray.modeling.encoder import InstructionEncoder
 
     model = InstructionEncoder.from_pretrained(options.model or material.minilm())
-    encoder, scorer = CachedEncoder(model, options.cache), LateInteraction(model, CACHE_BYTES)
+    encoder, scorer = CachedEncoder(model, options.cache), LateInteraction(model, CACHE_BYTES, 1024)
     found: dict[str, dict[str, dict[str, float]]] = {row.name: {} for row in ROWS}
     timed: dict[str, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory() as scratch:

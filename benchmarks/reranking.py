@@ -36,8 +36,7 @@ from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import Task, means, score
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.late_interaction import LateInteraction
-from infembed_ray.modeling.pair_scorer import CrossEncoder, PairScorer
-from infembed_ray.modeling.rerankers import Classifier
+from infembed_ray.modeling.rerankers import Classifier, PairScorer
 from infembed_ray.records.tables import Passage, Record, read
 
 Run = dict[str, dict[str, float]]
@@ -74,8 +73,7 @@ def scored(scorer: PairScorer, task: Task, run: Run, depth: int) -> tuple[dict[s
     texts = dict(zip(task.corpus["id"].to_pylist(), task.corpus["text"].to_pylist(), strict=True))
     began = time.process_time()
     found = {
-        query.id: scorer.score(query.query, query.instruction, [texts[id] for id in list(run[query.id])[:depth]], 1024)
-        for query in task.queries
+        query.id: scorer.score([(query, texts[id]) for id in list(run[query.id])[:depth]]) for query in task.queries
     }
     return found, 1e3 * (time.process_time() - began) / len(task.queries)
 
@@ -111,13 +109,13 @@ def main() -> None:
     torch.set_num_threads(1)
     tasks = {name: load(arguments.data, name) for name in arguments.tasks}
     encoder = InstructionEncoder.from_pretrained(material.minilm())
-    scorers: dict[str, PairScorer] = {} if arguments.no_late else {"late": LateInteraction(encoder, CACHE_BYTES)}
+    scorers: dict[str, PairScorer] = {} if arguments.no_late else {"late": LateInteraction(encoder, CACHE_BYTES, 1024)}
     if arguments.cross_encoder:
         settings = RetrieverSettings(
             kind="classifier", model=str(arguments.cross_encoder), instructed_query="{instruction} {query}",
             plain_query="{query}", pair_length=256,
         )  # fmt: skip
-        scorers["cross"] = CrossEncoder(Classifier(settings, "cpu", 1024))
+        scorers["cross"] = Classifier(settings, "cpu", 1024)
     results: dict[str, dict[str, Any]] = {}
     for name, task in tasks.items():
         run = dense(encoder, task)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.formats import Asked
 from infembed_ray.modeling.interaction import in_rows
 from infembed_ray.modeling.lru_cache import LruCache
-from infembed_ray.modeling.pair_scorer import PairScorer
 from infembed_ray.modeling.pooling import truncate
+from infembed_ray.modeling.rerankers import PairScorer
 from infembed_ray.modeling.tokenizer import Tokens
 
 _Key = tuple[str, tuple[int, ...]]
@@ -31,20 +32,24 @@ class TokenPair(NamedTuple):
 class LateInteraction(PairScorer):
     """MaxSim over the token vectors of an encoder; `cache_bytes` keep those of recent queries and passages."""
 
-    def __init__(self, encoder: InstructionEncoder, cache_bytes: int = 0) -> None:
+    def __init__(self, encoder: InstructionEncoder, cache_bytes: int = 0, batch_tokens: int = 4096) -> None:
         if encoder.interaction is not None:
             raise InputError(
                 f"model={encoder.source}: encodes instruction and query separately (interaction=cross_attention), so late "
                 "interaction has no token vectors of both; give a checkpoint with interaction=joint"
             )
+        self.source, self.batch_tokens = encoder.source, batch_tokens
         self._encoder = encoder.eval()
         self._texts = encoder.texts
         self._cache = LruCache[_Key, Tensor](cache_bytes, lambda _, vectors: vectors.nbytes)
 
-    def tokenize(self, query: str, instruction: str | None, texts: Sequence[str]) -> list[TokenPair]:
-        """As `PairScorer.tokenize`."""
-        (asked,) = self._texts.tokenize_queries([query], [instruction])
-        return [TokenPair(asked, passage) for passage in self._texts.tokenize_passages(texts)]
+    def tokenized(self, pairs: Sequence[tuple[Asked, str]]) -> list[TokenPair]:
+        """As `PairScorer.tokenized`."""
+        queries = list(dict.fromkeys(query for query, _ in pairs))
+        asked = self._texts.tokenize_queries([q.query for q in queries], [q.instruction for q in queries])
+        tokens = dict(zip(queries, asked, strict=True))
+        passages = self._texts.tokenize_passages([text for _, text in pairs])
+        return [TokenPair(tokens[query], passage) for (query, _), passage in zip(pairs, passages, strict=True)]
 
     def cost(self, pair: TokenPair) -> int:
         """As `PairScorer.cost`; a passage whose token vectors are in the cache counts one token."""

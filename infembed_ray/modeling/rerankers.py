@@ -1,4 +1,4 @@
-"""Rerankers: models that read a query and a passage together and score the passage's relevance.
+"""Rerankers: models that score the relevance of a passage to a query; those here read both together.
 
 Scores are logit differences, relevant - irrelevant. They order as the usual probabilities do, without the ties of
 probabilities that round to 1.0.
@@ -22,7 +22,40 @@ from infembed_ray.modeling.pipeline import batch_tokens_of
 from infembed_ray.modeling.tokenizer import only_texts
 
 
-class ModelReranker(ABC):
+class PairScorer(ABC):
+    """Scores pairs of a query, perhaps with an instruction, and a passage; higher is more relevant."""
+
+    source: str | None
+    """Directory or hub name of the model."""
+    batch_tokens: int
+    """Tokens of a pass of `score`, with padding."""
+
+    def score(self, pairs: Sequence[tuple[Asked, str]]) -> np.ndarray:
+        """Score pairs: (n) float32; InputError if a score is not finite."""
+        inputs = self.tokenized(pairs)
+        scores = np.zeros(len(pairs), dtype=np.float32)
+        for rows in length_sorted_batches(list(map(self.cost, inputs)), self.batch_tokens):
+            scores[rows] = self.relevance([inputs[row] for row in rows])
+        for row in np.flatnonzero(~np.isfinite(scores)).tolist():
+            fault = f"the score of {pairs[row][0].query[:60]!r} with {pairs[row][1][:60]!r} is not finite"
+            remedy = "the weights are damaged or their dtype overflows: try dtype=float32"
+            raise InputError.of("model", self.source, fault, remedy)
+        return scores
+
+    @abstractmethod
+    def tokenized(self, pairs: Sequence[tuple[Asked, str]]) -> list[Any]:
+        """Return the input of `relevance` for every pair."""
+
+    @abstractmethod
+    def cost(self, pair: Any) -> int:
+        """Return the number of tokens that the model has to compute for a tokenized pair."""
+
+    @abstractmethod
+    def relevance(self, inputs: Sequence[Any]) -> np.ndarray:
+        """Score tokenized pairs of any queries in one forward pass: (n) float32."""
+
+
+class ModelReranker(PairScorer):
     """A reranker with a Hugging Face model. Subclasses differ in the input and in the logits that are the answer.
 
     On the device `meta` no weights are read: the constructor checks that model, kind and settings fit.
@@ -36,6 +69,7 @@ class ModelReranker(ABC):
     def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int | None) -> None:
         self._settings = settings
         self._device = device
+        self.source = settings.model
         setting = f"kind={settings.kind}, model={settings.model}"
         self.tokenizer = pretrained.tokenizer(settings.model, setting, revision=settings.revision)
         self.model = pretrained.weights(
@@ -59,21 +93,11 @@ class ModelReranker(ABC):
             # A decoder with a classification head finds the last token by it.
             self.model.config.pad_token_id = self.tokenizer.pad_token_id
         self.model.to(device).eval()
-        self._batch_tokens = batch_tokens or batch_tokens_of(self.model)
+        self.batch_tokens = batch_tokens or batch_tokens_of(self.model)
 
-    def score(self, pairs: Sequence[tuple[Asked, str]]) -> np.ndarray:
-        """Score pairs: (n) float32; InputError if a score is not finite."""
-        inputs = self.tokenized(pairs)
-        scores = np.zeros(len(pairs), dtype=np.float32)
-        for rows in length_sorted_batches(list(map(tokens_of, inputs)), self._batch_tokens):
-            scores[rows] = self.relevance([inputs[row] for row in rows])
-        if not np.isfinite(scores).all():
-            row = int(np.flatnonzero(~np.isfinite(scores))[0])
-            raise InputError(
-                f"model={self._settings.model}: the score of {pairs[row][0].query[:60]!r} with {pairs[row][1][:60]!r} is "
-                f"not finite; the weights are damaged or dtype={self._settings.dtype} overflows: try float32"
-            )
-        return scores
+    def cost(self, pair: dict[str, list[int]]) -> int:
+        """As `PairScorer.cost`."""
+        return len(pair["input_ids"])
 
     def tokenized(self, pairs: Sequence[tuple[Asked, str]]) -> list[dict[str, list[int]]]:
         """Format and tokenize pairs for `relevance`, truncated to `pair_length` tokens."""
@@ -226,11 +250,6 @@ class Classifier(ModelReranker):
 
 KINDS: dict[str, type[ModelReranker]] = {"classifier": Classifier, "causal": Causal, "seq2seq": Seq2Seq}
 """Kind of the settings -> class."""
-
-
-def tokens_of(pair: dict[str, list[int]]) -> int:
-    """Return the number of tokens of a tokenized pair."""
-    return len(pair["input_ids"])
 
 
 def _rows(encoded: Any, *names: str) -> list[dict[str, list[int]]]:

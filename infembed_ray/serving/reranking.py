@@ -15,11 +15,12 @@ from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.config.serving import RerankSettings, ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import checkpoint
+from infembed_ray.modeling.formats import Question
 from infembed_ray.serving.encoder.batching import BatchingEngine
 from infembed_ray.serving.release import RerankerArguments
 
 if TYPE_CHECKING:
-    from infembed_ray.modeling.pair_scorer import PairScorer
+    from infembed_ray.modeling.rerankers import PairScorer
 
 BATCH_TOKENS = 4096
 """Largest number of tokens in a batch, with padding."""
@@ -27,7 +28,7 @@ CACHE_BYTES = 256 * 2**20
 """Memory per replica for token vectors of recent passages (late interaction)."""
 PLAIN_CLASSIFIER = {"kind": "classifier", "instructed_query": "{instruction} {query}", "plain_query": "{query}"}
 """Settings of a cross-encoder that is given by its directory or hub name."""
-WARM_UP = ("warm up", "Only what warms up.", ["A passage.", "Another passage, which is longer than the first one."])
+WARM_UP = (Question("warm up", "Only what warms up."), "A passage, which is as long as a sentence.")
 
 
 def resolve(settings: ServeSettings, served: str) -> RerankerArguments | None:
@@ -89,7 +90,7 @@ def load(arguments: RerankerArguments) -> PairScorer:
     """
     import torch
 
-    from infembed_ray.modeling import pair_scorer, rerankers
+    from infembed_ray.modeling import rerankers
 
     settings = arguments.settings
     torch.set_num_threads(max(1, int(settings.cpus_per_encoder)))
@@ -105,9 +106,8 @@ def load(arguments: RerankerArguments) -> PairScorer:
     else:
         own = {**arguments.reranker, "model": checkpoint.local(arguments.model)}
         reranker = RetrieverSettings.from_mapping(own, "rerank.model.")
-        model = rerankers.KINDS[reranker.kind](reranker, device, BATCH_TOKENS)
-        scorer = pair_scorer.CrossEncoder(model)
-    scorer.score(*WARM_UP)
+        scorer = rerankers.KINDS[reranker.kind](reranker, device, BATCH_TOKENS)
+    scorer.score([WARM_UP])
     return scorer
 
 
@@ -133,8 +133,10 @@ class RerankEngine:
         loop = asyncio.get_running_loop()
         ends = loop.time() + timeout_s
         self.batching.require_capacity(len(texts), timeout_s)  # before any work is done
-        pairs = await loop.run_in_executor(self._thread, self._scorer.tokenize, query, instruction, texts)
-        return (await self.batching.embed(pairs, ends - loop.time()))[:, 0]
+        question = Question(query, instruction)
+        pairs = [(question, text) for text in texts]
+        tokenized = await loop.run_in_executor(self._thread, self._scorer.tokenized, pairs)
+        return (await self.batching.embed(tokenized, ends - loop.time()))[:, 0]
 
     def _relevance(self, pairs: list[Any]) -> np.ndarray:
         """Score pairs as the batching engine wants it: (n, 1)."""

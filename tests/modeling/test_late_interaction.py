@@ -11,12 +11,14 @@ from transformers import AutoModel, AutoTokenizer
 
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.formats import Question
 from infembed_ray.modeling.late_interaction import LateInteraction
 from tests.modeling import backbones
 
 pytestmark = pytest.mark.integration
 
 QUERY, INSTRUCTION = "how is aspirin dosed", "For nurses, in plain words; no brand names."
+PLAIN, INSTRUCTED = Question(QUERY), Question(QUERY, INSTRUCTION)
 PASSAGES = ["aspirin is a drug", "what does a passage about bread say " * 9, "bread", "For nurses , in plain words"]
 
 
@@ -45,9 +47,9 @@ def test_scores_are_the_mean_over_query_tokens_of_the_largest_cosine(model: str)
     encoder = InstructionEncoder.from_pretrained(model)
     expected = by_hand(model, f"{INSTRUCTION} {QUERY}", PASSAGES, end=encoder.pooling == "last")
     for cache_bytes, batch_tokens in ((0, 4096), (2**20, 4096), (2**20, 16)):
-        scorer = LateInteraction(encoder, cache_bytes)
+        scorer = LateInteraction(encoder, cache_bytes, batch_tokens)
         for _ in range(2):  # the second time from the cache, if there is one
-            scores = scorer.score(QUERY, INSTRUCTION, PASSAGES, batch_tokens)
+            scores = scorer.score([(INSTRUCTED, passage) for passage in PASSAGES])
             np.testing.assert_allclose(scores, expected, atol=1e-5)
             assert scores.dtype == np.float32
     assert np.std(expected) > 0.001
@@ -55,16 +57,16 @@ def test_scores_are_the_mean_over_query_tokens_of_the_largest_cosine(model: str)
 
 def test_an_instruction_changes_the_scores_and_pairs_of_several_queries_share_a_batch(model: str) -> None:
     scorer = LateInteraction(InstructionEncoder.from_pretrained(model))
-    plain, instructed = scorer.score(QUERY, None, PASSAGES), scorer.score(QUERY, INSTRUCTION, PASSAGES)
-    assert np.abs(plain - instructed).max() > 1e-3
-    both = [*scorer.tokenize(QUERY, None, PASSAGES), *scorer.tokenize(QUERY, INSTRUCTION, PASSAGES)]
-    np.testing.assert_allclose(scorer.relevance(both), [*plain, *instructed], atol=1e-5)
-    assert scorer.score(QUERY, None, []).shape == (0,)
+    plain, instructed = ([(asked, passage) for passage in PASSAGES] for asked in (PLAIN, INSTRUCTED))
+    scores = [*scorer.score(plain), *scorer.score(instructed)]
+    assert np.abs(np.subtract(*np.split(np.array(scores), 2))).max() > 1e-3
+    np.testing.assert_allclose(scorer.relevance(scorer.tokenized([*plain, *instructed])), scores, atol=1e-5)
+    assert scorer.score([]).shape == (0,)
 
 
 def test_a_cached_passage_costs_one_token(model: str) -> None:
     scorer = LateInteraction(InstructionEncoder.from_pretrained(model), cache_bytes=2**20)
-    (pair,) = scorer.tokenize(QUERY, None, PASSAGES[1:2])
+    (pair,) = scorer.tokenized([(PLAIN, PASSAGES[1])])
     assert scorer.cost(pair) == len(pair.passage) > 20
     scorer.relevance([pair])
     assert scorer.cost(pair) == 1

@@ -27,6 +27,7 @@ from ray.serve.schema import ServeDeploySchema
 from infembed_ray.config.serving import RerankSettings, ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.modeling.formats import Question
 from infembed_ray.modeling.late_interaction import LateInteraction
 from infembed_ray.retrieval.index import Index
 from infembed_ray.serving import deployments, distributed, startup, supervisor
@@ -272,7 +273,8 @@ def test_searches_are_reranked_and_go_on_without_a_lost_reranker(
     encoder = InstructionEncoder.from_pretrained(minilm)
     query = encoder.encode_queries([QUERY], [INSTRUCTIONS[0]])
     retrieved = Index.open(index, encoder.fingerprint()).search(query, 12)[0]
-    scores = LateInteraction(encoder).score(QUERY, INSTRUCTIONS[0], [hit.text for hit in retrieved])
+    asked = Question(QUERY, INSTRUCTIONS[0])
+    scores = LateInteraction(encoder).score([(asked, hit.text) for hit in retrieved])
     by_scores = [retrieved[place].id for place in (-scores).argsort(kind="stable")]
     by_cosine = [hit.id for hit in retrieved]
     assert by_scores != by_cosine

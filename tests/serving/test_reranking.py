@@ -12,7 +12,8 @@ import pytest
 
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.pair_scorer import PairScorer
+from infembed_ray.modeling.formats import Asked
+from infembed_ray.modeling.rerankers import PairScorer
 from infembed_ray.serving.encoder.batching import DeadlineExceeded
 from infembed_ray.serving.release import RerankerArguments
 from infembed_ray.serving.reranking import PLAIN_CLASSIFIER, RerankEngine, resolve
@@ -105,8 +106,8 @@ class ByLength(PairScorer):
         self.open.set()
         self.batches: list[int] = []
 
-    def tokenize(self, query: str, instruction: str | None, texts: Sequence[str]) -> list[str]:
-        return [f"{query}{instruction or ''}|{text}" for text in texts]
+    def tokenized(self, pairs: Sequence[tuple[Asked, str]]) -> list[str]:
+        return [f"{asked.query}{asked.instruction or ''}|{text}" for asked, text in pairs]
 
     def cost(self, pair: str) -> int:
         return len(pair)
