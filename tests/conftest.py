@@ -38,6 +38,12 @@ _EXIT_STATUS = pytest.StashKey[int]()
 _CLUSTER_HANGS = pytest.StashKey[bool]()
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """The event loop of asynchronous tests."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="module")
 def ray_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
     """A local Ray cluster for all tests of a module.

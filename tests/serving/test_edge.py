@@ -16,15 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infembed_ray.serving import edge as module
-from infembed_ray.serving.edge import (
-    LIMITED_PATHS,
-    MAX_LIMIT,
-    MIN_LIMIT,
-    RECOVERY_S,
-    AdmissionControl,
-    ApiErrors,
-    middlewares,
-)
+from infembed_ray.serving.edge import LIMITED_PATHS, MAX_LIMIT, MIN_LIMIT, RECOVERY_S, AdmissionControl, ApiErrors, middlewares
 from infembed_ray.serving.http.errors import key_rate_limited
 from tests.serving.debug import listening
 
@@ -88,17 +80,14 @@ async def ask(app: ASGIApp, *chunks: bytes, ends: bool = True, path: str = "/v1/
     return statuses[0] if statuses else None
 
 
-def test_slow_uploads_take_no_place_in_the_concurrency_limit(edge: Any) -> None:
-    async def scenario() -> None:
-        slow = [asyncio.ensure_future(ask(edge, b"{", ends=False)) for _ in range(MAX_LIMIT + 12)]
-        await asyncio.sleep(0.1)
-        searches = await asyncio.wait_for(asyncio.gather(*(ask(edge, b"q") for _ in range(32))), 10)
-        assert Counter(searches) == {200: 32}
-        for one in slow:
-            one.cancel()
-        await asyncio.gather(*slow, return_exceptions=True)
-
-    asyncio.run(scenario())
+async def test_slow_uploads_take_no_place_in_the_concurrency_limit(edge: Any) -> None:
+    slow = [asyncio.ensure_future(ask(edge, b"{", ends=False)) for _ in range(MAX_LIMIT + 12)]
+    await asyncio.sleep(0.1)
+    searches = await asyncio.wait_for(asyncio.gather(*(ask(edge, b"q") for _ in range(32))), 10)
+    assert Counter(searches) == {200: 32}
+    for one in slow:
+        one.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
 
 
 def test_an_incomplete_body_is_rejected_after_the_time_out(
@@ -110,30 +99,24 @@ def test_an_incomplete_body_is_rejected_after_the_time_out(
     assert replica.asked == 0
 
 
-def test_the_memory_of_all_bodies_is_bounded_and_small_bodies_always_pass(
+async def test_the_memory_of_all_bodies_is_bounded_and_small_bodies_always_pass(
     edge: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        megabyte = [CHUNK] * 15
-        slow = [asyncio.ensure_future(ask(edge, *megabyte, ends=False)) for _ in range(module.MAX_BODIES_IN_MEMORY + 2)]
-        await asyncio.sleep(0.2)
-        assert await ask(edge, *megabyte) == 429
-        assert await ask(edge, b"q" * module.SMALL_BYTES) == 200
-        for one in slow:
-            one.cancel()
-        await asyncio.gather(*slow, return_exceptions=True)
-        assert await ask(edge, *megabyte) == 200  # what was held is free again
-
-    asyncio.run(scenario())
+    megabyte = [CHUNK] * 15
+    slow = [asyncio.ensure_future(ask(edge, *megabyte, ends=False)) for _ in range(module.MAX_BODIES_IN_MEMORY + 2)]
+    await asyncio.sleep(0.2)
+    assert await ask(edge, *megabyte) == 429
+    assert await ask(edge, b"q" * module.SMALL_BYTES) == 200
+    for one in slow:
+        one.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+    assert await ask(edge, *megabyte) == 200  # what was held is free again
 
 
 @pytest.mark.integration
-def test_a_content_length_above_the_limit_is_rejected_before_reading(edge: Any, replica: Replica) -> None:
-    async def scenario() -> None:
-        assert await ask(edge, ends=False, **{"content-length": str(2**20 + 1)}) == 413
-        assert await ask(edge, b"q", **{"content-length": "1"}) == 200
-
-    asyncio.run(scenario())
+async def test_a_content_length_above_the_limit_is_rejected_before_reading(edge: Any, replica: Replica) -> None:
+    assert await ask(edge, ends=False, **{"content-length": str(2**20 + 1)}) == 413
+    assert await ask(edge, b"q", **{"content-length": "1"}) == 200
     assert replica.asked == 1
 
 
@@ -209,19 +192,16 @@ async def storm(admission: AdmissionControl, clients: int, requests: int, path: 
     return statuses
 
 
-def test_under_steady_overload_most_rejections_are_early_and_the_service_stays_busy() -> None:
-    async def scenario() -> None:
-        service = Service(room=20)
-        admission = AdmissionControl(service)
-        await storm(admission, clients=400, requests=20)  # until the limit has come down
-        service.asked = service.rejected = service.most = 0
-        statuses = await storm(admission, clients=400, requests=60)
-        assert statuses[200] == service.asked - service.rejected
-        assert statuses[429] > 10 * service.rejected
-        assert service.rejected < 0.1 * service.asked
-        assert service.most == service.room
-
-    asyncio.run(scenario())
+async def test_under_steady_overload_most_rejections_are_early_and_the_service_stays_busy() -> None:
+    service = Service(room=20)
+    admission = AdmissionControl(service)
+    await storm(admission, clients=400, requests=20)  # until the limit has come down
+    service.asked = service.rejected = service.most = 0
+    statuses = await storm(admission, clients=400, requests=60)
+    assert statuses[200] == service.asked - service.rejected
+    assert statuses[429] > 10 * service.rejected
+    assert service.rejected < 0.1 * service.asked
+    assert service.most == service.room
 
 
 class Clock:
@@ -236,86 +216,71 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_the_limit_recovers_with_time_without_requests(clock: Clock) -> None:
-    async def scenario() -> None:
-        service = Service(room=0)
-        admission = AdmissionControl(service)
-        await storm(admission, clients=MAX_LIMIT, requests=3)
-        service.room = MAX_LIMIT
-        rejected = (await storm(admission, clients=MAX_LIMIT, requests=1))[429]
-        assert rejected == MAX_LIMIT - MIN_LIMIT
-        clock.now += RECOVERY_S / 2
-        assert (await storm(admission, clients=32, requests=1)) == {200: 32}
-        clock.now += RECOVERY_S / 2
-        assert (await storm(admission, clients=MAX_LIMIT, requests=1)) == {200: MAX_LIMIT}
-
-    asyncio.run(scenario())
+async def test_the_limit_recovers_with_time_without_requests(clock: Clock) -> None:
+    service = Service(room=0)
+    admission = AdmissionControl(service)
+    await storm(admission, clients=MAX_LIMIT, requests=3)
+    service.room = MAX_LIMIT
+    rejected = (await storm(admission, clients=MAX_LIMIT, requests=1))[429]
+    assert rejected == MAX_LIMIT - MIN_LIMIT
+    clock.now += RECOVERY_S / 2
+    assert (await storm(admission, clients=32, requests=1)) == {200: 32}
+    clock.now += RECOVERY_S / 2
+    assert (await storm(admission, clients=MAX_LIMIT, requests=1)) == {200: MAX_LIMIT}
 
 
 @pytest.mark.parametrize("status", [200, 400, 408, 413, 500, 503, 504])
-def test_only_429_counts_as_overload(clock: Clock, status: int) -> None:
-    async def scenario() -> None:
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            await asyncio.sleep(0.001)
-            await JSONResponse({}, status)(scope, receive, send)
+async def test_only_429_counts_as_overload(clock: Clock, status: int) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(0.001)
+        await JSONResponse({}, status)(scope, receive, send)
 
-        assert await storm(AdmissionControl(answer), clients=MAX_LIMIT, requests=3) == {status: 3 * MAX_LIMIT}
-
-    asyncio.run(scenario())
+    assert await storm(AdmissionControl(answer), clients=MAX_LIMIT, requests=3) == {status: 3 * MAX_LIMIT}
 
 
-def test_clients_that_do_not_read_their_answers_take_no_place() -> None:
-    async def scenario() -> None:
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            await JSONResponse({})(scope, receive, send)
+async def test_clients_that_do_not_read_their_answers_take_no_place() -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await JSONResponse({})(scope, receive, send)
 
-        async def never(message: Message) -> None:
-            await asyncio.Event().wait()
+    async def never(message: Message) -> None:
+        await asyncio.Event().wait()
 
-        async def receive() -> Message:
-            return {"type": "http.request", "body": b""}
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b""}
 
-        admission = AdmissionControl(answer)
-        stuck = [
-            asyncio.ensure_future(admission({"type": "http", "path": "/v1/search"}, receive, never))
-            for _ in range(2 * MAX_LIMIT)
-        ]
-        await asyncio.sleep(0)
-        assert await storm(admission, clients=MAX_LIMIT, requests=1) == {200: MAX_LIMIT}
-        for one in stuck:
-            one.cancel()
-        await asyncio.gather(*stuck, return_exceptions=True)
-        assert await storm(admission, clients=MAX_LIMIT, requests=1) == {200: MAX_LIMIT}
-
-    asyncio.run(scenario())
+    admission = AdmissionControl(answer)
+    stuck = [
+        asyncio.ensure_future(admission({"type": "http", "path": "/v1/search"}, receive, never))
+        for _ in range(2 * MAX_LIMIT)
+    ]
+    await asyncio.sleep(0)
+    assert await storm(admission, clients=MAX_LIMIT, requests=1) == {200: MAX_LIMIT}
+    for one in stuck:
+        one.cancel()
+    await asyncio.gather(*stuck, return_exceptions=True)
+    assert await storm(admission, clients=MAX_LIMIT, requests=1) == {200: MAX_LIMIT}
 
 
-def test_the_rate_limit_of_a_key_is_no_overload() -> None:
-    async def scenario() -> None:
-        async def limited(scope: Scope, receive: Receive, send: Send) -> None:
-            await key_rate_limited(1.0, 1.0).response()(scope, receive, send)
+async def test_the_rate_limit_of_a_key_is_no_overload() -> None:
+    async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+        await key_rate_limited(1.0, 1.0).response()(scope, receive, send)
 
-        admission = AdmissionControl(limited)
-        statuses = await storm(admission, clients=MAX_LIMIT, requests=4)
-        assert statuses == {429: 4 * MAX_LIMIT}
-        assert admission._limits["/v1/search"].limit == MAX_LIMIT
-
-    asyncio.run(scenario())
+    admission = AdmissionControl(limited)
+    statuses = await storm(admission, clients=MAX_LIMIT, requests=4)
+    assert statuses == {429: 4 * MAX_LIMIT}
+    assert admission._limits["/v1/search"].limit == MAX_LIMIT
 
 
-def test_collections_share_the_limits_of_the_default_one() -> None:
-    async def scenario() -> None:
-        service = Service(room=0)
-        admission = AdmissionControl(service)
-        await storm(admission, clients=MAX_LIMIT, requests=4, path="/v1/collections/news/search")
-        assert admission._limits["/v1/search"].limit < MAX_LIMIT / 2
-        assert admission._limits["/v1/documents"].limit == MAX_LIMIT
-        asked = service.asked
-        await storm(admission, clients=4, requests=1, path="/v1/collections/news/documents/search")  # an id
-        assert service.asked == asked + 4
-        assert set(admission._limits) == set(LIMITED_PATHS)
-
-    asyncio.run(scenario())
+async def test_collections_share_the_limits_of_the_default_one() -> None:
+    service = Service(room=0)
+    admission = AdmissionControl(service)
+    await storm(admission, clients=MAX_LIMIT, requests=4, path="/v1/collections/news/search")
+    assert admission._limits["/v1/search"].limit < MAX_LIMIT / 2
+    assert admission._limits["/v1/documents"].limit == MAX_LIMIT
+    asked = service.asked
+    await storm(admission, clients=4, requests=1, path="/v1/collections/news/documents/search")  # an id
+    assert service.asked == asked + 4
+    assert set(admission._limits) == set(LIMITED_PATHS)
 
 
 # --------------------------------------------------------------------------------------------------- errors of Serve

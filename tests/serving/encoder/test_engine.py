@@ -27,63 +27,53 @@ def load(path, **values):
     return EncodingEngine.load(path, ServeSettings(index="none", **{"dtype": "float32"} | values))
 
 
-def test_concurrent_callers_get_the_vectors_of_their_texts(path):
+async def test_concurrent_callers_get_the_vectors_of_their_texts(path):
     encoder = InstructionEncoder.from_pretrained(path)
-
-    async def run():
-        engine = load(path)
-        pairs = [(query, instruction) for query in QUERIES for instruction in INSTRUCTIONS]
-        asked = [engine.embed([q, q + " !"], [i] * 2, 60.0) for q, i in pairs]
-        asked.append(engine.embed(QUERIES, None))
-        *singles, passages = await asyncio.gather(*asked)
-        for (query, instruction), embedded in zip(pairs, singles, strict=True):
-            tokens = encoder.tokenize_queries([query, query + " !"], [instruction] * 2)
-            np.testing.assert_allclose(embedded.vectors, encoder.embed(tokens), atol=1e-5)
-            assert embedded.tokens == sum(map(len, tokens))
-        np.testing.assert_allclose(passages.vectors, encoder.encode_passages(QUERIES), atol=1e-5)
-        counters = engine.batching.counters
-        assert (engine.batching.waiting, counters.texts, counters.failed) == (0, 28, 0)
-        if encoder.causal:
-            assert engine.prefixes is not None
-            assert (engine.prefixes.misses, engine.prefixes.hits) == (2, 16 - 2)
-
-    asyncio.run(run())
+    engine = load(path)
+    pairs = [(query, instruction) for query in QUERIES for instruction in INSTRUCTIONS]
+    asked = [engine.embed([q, q + " !"], [i] * 2, 60.0) for q, i in pairs]
+    asked.append(engine.embed(QUERIES, None))
+    *singles, passages = await asyncio.gather(*asked)
+    for (query, instruction), embedded in zip(pairs, singles, strict=True):
+        tokens = encoder.tokenize_queries([query, query + " !"], [instruction] * 2)
+        np.testing.assert_allclose(embedded.vectors, encoder.embed(tokens), atol=1e-5)
+        assert embedded.tokens == sum(map(len, tokens))
+    np.testing.assert_allclose(passages.vectors, encoder.encode_passages(QUERIES), atol=1e-5)
+    counters = engine.batching.counters
+    assert (engine.batching.waiting, counters.texts, counters.failed) == (0, 28, 0)
+    if encoder.causal:
+        assert engine.prefixes is not None
+        assert (engine.prefixes.misses, engine.prefixes.hits) == (2, 16 - 2)
 
 
-def test_a_request_that_would_wait_too_long_is_rejected_before_tokenising(path, monkeypatch):
-    async def run():
-        engine = load(path)
-        tokenized = []
-        monkeypatch.setattr(engine._tokenizer, "tokenize_passages", tokenized.append)
-        monkeypatch.setattr(engine.batching, "_wait_s", lambda sequences: 9.0)
-        with pytest.raises(QueueFull):
-            await engine.embed(["text"], None, timeout_s=10)
-        assert (tokenized, engine.batching.counters.refused) == ([], 1)
-
-    asyncio.run(run())
+async def test_a_request_that_would_wait_too_long_is_rejected_before_tokenising(path, monkeypatch):
+    engine = load(path)
+    tokenized = []
+    monkeypatch.setattr(engine._tokenizer, "tokenize_passages", tokenized.append)
+    monkeypatch.setattr(engine.batching, "_wait_s", lambda sequences: 9.0)
+    with pytest.raises(QueueFull):
+        await engine.embed(["text"], None, timeout_s=10)
+    assert (tokenized, engine.batching.counters.refused) == ([], 1)
 
 
-def test_the_time_out_includes_tokenising(path, monkeypatch):
-    async def run():
-        engine = load(path)
-        before = engine.batching.counters.texts
-        tokenize = engine._tokenizer.tokenize_passages
+async def test_the_time_out_includes_tokenising(path, monkeypatch):
+    engine = load(path)
+    before = engine.batching.counters.texts
+    tokenize = engine._tokenizer.tokenize_passages
 
-        def slowly(texts):
-            time.sleep(0.05)
-            return tokenize(texts)
+    def slowly(texts):
+        time.sleep(0.05)
+        return tokenize(texts)
 
-        monkeypatch.setattr(engine._tokenizer, "tokenize_passages", slowly)
-        with pytest.raises(DeadlineExceeded):
-            await engine.embed(["late"], None, 0.02)
-        assert engine.batching.counters.texts == before
-        assert engine.batching.counters.expired == 1
-        assert len((await engine.embed(["in time"], None, 60.0)).vectors) == 1
-
-    asyncio.run(run())
+    monkeypatch.setattr(engine._tokenizer, "tokenize_passages", slowly)
+    with pytest.raises(DeadlineExceeded):
+        await engine.embed(["late"], None, 0.02)
+    assert engine.batching.counters.texts == before
+    assert engine.batching.counters.expired == 1
+    assert len((await engine.embed(["in time"], None, 60.0)).vectors) == 1
 
 
-def test_a_tokenizer_panic_leaves_no_caller_waiting() -> None:
+async def test_a_tokenizer_panic_leaves_no_caller_waiting() -> None:
     class Panic(BaseException):
         """As those of Rust come to Python."""
 
@@ -96,17 +86,14 @@ def test_a_tokenizer_panic_leaves_no_caller_waiting() -> None:
                 raise Panic("index out of bounds")
             return [Tokens([1, 2]) for _ in texts]
 
-    async def scenario() -> None:
-        batching = BatchingEngine(lambda sequences: np.ones((len(sequences), 2), np.float32))
-        engine = EncodingEngine(Panicking(), batching)
-        asked = [engine.embed([text], None, 5.0) for text in ("a", "bad", "b")]
-        good, bad, well = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
-        assert isinstance(good, Embedded)
-        assert isinstance(well, Embedded)
-        assert isinstance(bad, RuntimeError)
-        assert "index out of bounds" in str(bad)
-
-    asyncio.run(scenario())
+    batching = BatchingEngine(lambda sequences: np.ones((len(sequences), 2), np.float32))
+    engine = EncodingEngine(Panicking(), batching)
+    asked = [engine.embed([text], None, 5.0) for text in ("a", "bad", "b")]
+    good, bad, well = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
+    assert isinstance(good, Embedded)
+    assert isinstance(well, Embedded)
+    assert isinstance(bad, RuntimeError)
+    assert "index out of bounds" in str(bad)
 
 
 def test_another_checkpoint_than_the_planned_one_is_rejected(path):

@@ -132,11 +132,12 @@ class World:
     def release(self, calls: EncoderCalls, timeout_s: float = 20, **options: Any) -> Release:
         return Release(self.spec, calls, self.shards, self.encoder, timeout_s=timeout_s, **options)
 
-    def play(
-        self, scenario: Callable[[Release], Coroutine[Any, Any, None]], timeout_s: float = 20, **options: Any
-    ) -> None:
+    def open(self, **options: Any) -> Release:
+        return self.release(self.calls(), **options)
+
+    def play(self, scenario: Callable[[Release], Coroutine[Any, Any, None]], **options: Any) -> None:
         async def run() -> None:
-            await scenario(self.release(self.calls(), timeout_s, **options))
+            await scenario(self.open(**options))
 
         asyncio.run(run())
 
@@ -156,22 +157,21 @@ def best(query: str, k: int, allowed: Callable[[str], bool] = lambda id: True) -
     return sorted(scores, key=lambda id: (-scores[id], id))[:k]
 
 
-def test_concurrent_searches_get_the_best_hits_of_all_shards(world: World) -> None:
-    async def scenario(release: Release) -> None:
-        async def search(i: int) -> None:
-            query = Question(f"q{i}", "I" if i % 2 else None)
-            answer = await release.search(request(*query, 1 + i % 7))
-            assert [hit.id for hit in answer.hits] == best(f"{query.instruction} {query.query}", 1 + i % 7)
-            assert (answer.model, answer.index_version) == ("m", "v1")
+async def test_concurrent_searches_get_the_best_hits_of_all_shards(world: World) -> None:
+    release = world.open()
 
-        await asyncio.gather(*(search(i) for i in range(50)))
+    async def search(i: int) -> None:
+        query = Question(f"q{i}", "I" if i % 2 else None)
+        answer = await release.search(request(*query, 1 + i % 7))
+        assert [hit.id for hit in answer.hits] == best(f"{query.instruction} {query.query}", 1 + i % 7)
+        assert (answer.model, answer.index_version) == ("m", "v1")
 
-    world.play(scenario)
+    await asyncio.gather(*(search(i) for i in range(50)))
     assert sum(world.encoder.calls) == 50
     assert len(world.encoder.calls) < 10  # most share a call
 
 
-def test_the_first_hits_are_reranked_before_they_are_cut_to_top_k(world: World) -> None:
+async def test_the_first_hits_are_reranked_before_they_are_cut_to_top_k(world: World) -> None:
     depth, lengths = 20, {"reranked": 0}
 
     def relevance(instruction: str | None, text: str) -> float:
@@ -187,82 +187,70 @@ def test_the_first_hits_are_reranked_before_they_are_cut_to_top_k(world: World) 
         return np.array([relevance(instruction, text) for text in texts], np.float32)
 
     settings = RerankSettings(kind="late_interaction", depth=depth, budget_ms=10_000)
-
-    async def scenario(release: Release) -> None:
-        by_cosine = best("I q", depth)
-        expected = sorted(by_cosine, key=lambda id: -relevance("I", PASSAGES[id]))
-        assert expected[:5] != by_cosine[:5]
-        answer = await release.search(request("q", "I", 5, rerank=True))
-        assert [hit.id for hit in answer.hits] == expected[:5]
-        assert (lengths["reranked"], answer.notes) == (depth, [])
-        assert answer.timings.rerank_ms is not None
-        answer = await release.search(request("q", "I", 30, rerank=True))
-        assert [hit.id for hit in answer.hits] == expected + best("I q", 30)[depth:]
-        answer = await release.search(request("q", "I", 5, rerank=False))
-        assert [hit.id for hit in answer.hits] == by_cosine[:5]
-        assert answer.timings.rerank_ms is None
-        lengths["reranked"] = -1
-        answer = await release.search(request("q", "I", 5, rerank=True))
-        assert [hit.id for hit in answer.hits] == by_cosine[:5]
-        assert [note for note in answer.notes if "the reranker is not available" in note]
-        assert await release.ready(with_reranker=True)
-
-    world.play(scenario, reranker=RerankStage(settings, reranker))
+    release = world.open(reranker=RerankStage(settings, reranker))
+    by_cosine = best("I q", depth)
+    expected = sorted(by_cosine, key=lambda id: -relevance("I", PASSAGES[id]))
+    assert expected[:5] != by_cosine[:5]
+    answer = await release.search(request("q", "I", 5, rerank=True))
+    assert [hit.id for hit in answer.hits] == expected[:5]
+    assert (lengths["reranked"], answer.notes) == (depth, [])
+    assert answer.timings.rerank_ms is not None
+    answer = await release.search(request("q", "I", 30, rerank=True))
+    assert [hit.id for hit in answer.hits] == expected + best("I q", 30)[depth:]
+    answer = await release.search(request("q", "I", 5, rerank=False))
+    assert [hit.id for hit in answer.hits] == by_cosine[:5]
+    assert answer.timings.rerank_ms is None
+    lengths["reranked"] = -1
+    answer = await release.search(request("q", "I", 5, rerank=True))
+    assert [hit.id for hit in answer.hits] == by_cosine[:5]
+    assert [note for note in answer.notes if "the reranker is not available" in note]
+    assert await release.ready(with_reranker=True)
 
 
-def test_put_documents_are_found_and_deleted_ones_are_not(world: World) -> None:
-    async def scenario(release: Release) -> None:
-        sequence = await release.put([Document("new", "None fresh", {"year": 3}), Document("p1", "None fresh too")])
-        answer = await release.search(request("fresh", None, 1))
-        assert (answer.hits[0].id, answer.sequence) == ("new", sequence)
-        assert await release.document("new") == Document("new", "None fresh", {"year": 3})
-        assert await release.document("p1") == Document("p1", "None fresh too", {"year": None})
-        assert await release.delete(["new", "never was"]) > sequence
-        assert await release.document("new") is None
-        answer = await release.search(request("fresh", None, 60))
-        assert "new" not in {hit.id for hit in answer.hits}
-
-    world.play(scenario)
+async def test_put_documents_are_found_and_deleted_ones_are_not(world: World) -> None:
+    release = world.open()
+    sequence = await release.put([Document("new", "None fresh", {"year": 3}), Document("p1", "None fresh too")])
+    answer = await release.search(request("fresh", None, 1))
+    assert (answer.hits[0].id, answer.sequence) == ("new", sequence)
+    assert await release.document("new") == Document("new", "None fresh", {"year": 3})
+    assert await release.document("p1") == Document("p1", "None fresh too", {"year": None})
+    assert await release.delete(["new", "never was"]) > sequence
+    assert await release.document("new") is None
+    answer = await release.search(request("fresh", None, 60))
+    assert "new" not in {hit.id for hit in answer.hits}
 
 
-def test_a_read_only_index_rejects_changes(tmp_path: Path) -> None:
-    async def scenario(release: Release) -> None:
-        with pytest.raises(ReadOnly):
-            await release.put([Document("new", "text")])
-        with pytest.raises(ReadOnly):
-            await release.delete(["p1"])
-
-    World(tmp_path, writable=False).play(scenario)
+async def test_a_read_only_index_rejects_changes(tmp_path: Path) -> None:
+    release = World(tmp_path, writable=False).open()
+    with pytest.raises(ReadOnly):
+        await release.put([Document("new", "text")])
+    with pytest.raises(ReadOnly):
+        await release.delete(["p1"])
     assert not (tmp_path / "changes").exists()
 
 
-def test_a_call_is_retried_when_a_replica_is_lost_but_not_when_it_is_full(world: World) -> None:
-    async def scenario(release: Release) -> None:
-        world.shards[1].failing = [ReplicaLost()] * 3
-        answer = await release.search(request("q", "I", 5))
-        assert [hit.id for hit in answer.hits] == best("I q", 5)
-        world.shards[1].failing = [QueueFull(2.0)]
-        with pytest.raises(QueueFull):
-            await release.search(request("q", "I", 5))
-
-    world.play(scenario)
+async def test_a_call_is_retried_when_a_replica_is_lost_but_not_when_it_is_full(world: World) -> None:
+    release = world.open()
+    world.shards[1].failing = [ReplicaLost()] * 3
+    answer = await release.search(request("q", "I", 5))
+    assert [hit.id for hit in answer.hits] == best("I q", 5)
+    world.shards[1].failing = [QueueFull(2.0)]
+    with pytest.raises(QueueFull):
+        await release.search(request("q", "I", 5))
 
 
-def test_a_repeated_search_costs_no_encoding_and_sees_changes(world: World) -> None:
-    async def scenario() -> None:
-        calls = world.calls()
-        cached = world.release(calls)
-        for _ in range(3):
-            answer = await cached.search(request("q", "I", 4))
-            assert [hit.id for hit in answer.hits] == best("I q", 4)
-        assert world.encoder.calls == [1]
-        await cached.put([Document("new", "I q")])
+async def test_a_repeated_search_costs_no_encoding_and_sees_changes(world: World) -> None:
+    calls = world.calls()
+    cached = world.release(calls)
+    for _ in range(3):
         answer = await cached.search(request("q", "I", 4))
-        assert [hit.id for hit in answer.hits] == ["new", *best("I q", 3)]
-        assert len(world.encoder.calls) == 2  # the document's, and none for the query
-        assert (calls.query_cache.hits, calls.query_cache.misses) == (3, 1)
-
-    asyncio.run(scenario())
+        assert [hit.id for hit in answer.hits] == best("I q", 4)
+    assert world.encoder.calls == [1]
+    await cached.put([Document("new", "I q")])
+    answer = await cached.search(request("q", "I", 4))
+    assert [hit.id for hit in answer.hits] == ["new", *best("I q", 3)]
+    assert len(world.encoder.calls) == 2  # the document's, and none for the query
+    assert (calls.query_cache.hits, calls.query_cache.misses) == (3, 1)
 
 
 INSTRUCTION = "Only recent trials, and no vendor pages; for clinicians."
@@ -334,86 +322,75 @@ def test_an_explanation_says_that_passages_changed_meanwhile(world: World) -> No
     world.play(scenario)
 
 
-def test_it_is_ready_when_everything_answers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(release: Release) -> None:
-        assert await release.ready()
-        monkeypatch.setattr(blue_green, "PROBE_TIMEOUT_S", 0.1)
-        world.shards[0].silent = True
-        assert not await release.ready()
-
-    world.play(scenario)
+async def test_it_is_ready_when_everything_answers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = world.open()
+    assert await release.ready()
+    monkeypatch.setattr(blue_green, "PROBE_TIMEOUT_S", 0.1)
+    world.shards[0].silent = True
+    assert not await release.ready()
 
 
-def test_with_a_damaged_log_changes_are_rejected_and_searches_work(
+async def test_with_a_damaged_log_changes_are_rejected_and_searches_work(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blue_green, "STATE_MAX_AGE_S", 0.0)
     document = {"id": "new", "text": "text new"}
-
-    async def scenario(release: Release) -> None:
-        app = create_app(lambda: {"index": release}, lambda: "d", ApiKeys())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
-            put = partial(client.put, "/v1/documents", json={"documents": [document]})
-            assert (await put()).status_code == 200
-            (segment,) = Path(world.spec.changes).glob("*.arrow")
-            whole = segment.read_bytes()
-            segment.write_bytes(whole[:-1])
-            answers = [
-                await client.get("/readyz"),
-                await put(),
-                await client.request("DELETE", "/v1/documents", json={"ids": ["p1"]}),
-            ]
-            for refusal in answers:
-                error = refusal.json()["error"]
-                assert (refusal.status_code, error["code"]) == (503, "changes_stuck")
-                assert "000000000001.arrow is corrupted" in error["message"]
-                assert int(refusal.headers["retry-after"]) > 1
-            answer = await client.post("/v1/search", json={"query": "q", "top_k": 5})
-            assert [hit["id"] for hit in answer.json()["hits"]] == best("None q", 5)
-            assert len(list(segment.parent.glob("*.arrow"))) == 1  # nothing was appended after it
-            segment.write_bytes(whole)
-            assert (await client.get("/readyz")).status_code == 200
-            assert (await put()).status_code == 200
-
-    world.play(scenario)
+    release = world.open()
+    app = create_app(lambda: {"index": release}, lambda: "d", ApiKeys())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        put = partial(client.put, "/v1/documents", json={"documents": [document]})
+        assert (await put()).status_code == 200
+        (segment,) = Path(world.spec.changes).glob("*.arrow")
+        whole = segment.read_bytes()
+        segment.write_bytes(whole[:-1])
+        answers = [
+            await client.get("/readyz"),
+            await put(),
+            await client.request("DELETE", "/v1/documents", json={"ids": ["p1"]}),
+        ]
+        for refusal in answers:
+            error = refusal.json()["error"]
+            assert (refusal.status_code, error["code"]) == (503, "changes_stuck")
+            assert "000000000001.arrow is corrupted" in error["message"]
+            assert int(refusal.headers["retry-after"]) > 1
+        answer = await client.post("/v1/search", json={"query": "q", "top_k": 5})
+        assert [hit["id"] for hit in answer.json()["hits"]] == best("None q", 5)
+        assert len(list(segment.parent.glob("*.arrow"))) == 1  # nothing was appended after it
+        segment.write_bytes(whole)
+        assert (await client.get("/readyz")).status_code == 200
+        assert (await put()).status_code == 200
 
 
-def test_a_change_that_cannot_be_written_says_why_and_not_where(world: World) -> None:
+async def test_a_change_that_cannot_be_written_says_why_and_not_where(world: World) -> None:
     Path(world.spec.changes or "").write_text("no directory")
-
-    async def scenario(release: Release) -> None:
-        app = create_app(lambda: {"index": release}, lambda: "d", ApiKeys())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
-            for shard in world.shards:
-                shard.failing = [ReplicaLost()]  # so that only the writer notices it
-            answer = await client.request("DELETE", "/v1/documents", json={"ids": ["p1"]})
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "changes_stuck")
-            assert "cannot be" in answer.json()["error"]["message"]
-            assert str(world.spec.changes) not in answer.text
-
-    world.play(scenario)
+    release = world.open()
+    app = create_app(lambda: {"index": release}, lambda: "d", ApiKeys())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        for shard in world.shards:
+            shard.failing = [ReplicaLost()]  # so that only the writer notices it
+        answer = await client.request("DELETE", "/v1/documents", json={"ids": ["p1"]})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "changes_stuck")
+        assert "cannot be" in answer.json()["error"]["message"]
+        assert str(world.spec.changes) not in answer.text
 
 
-def test_documents_beyond_the_limit_are_refused_and_deletions_are_not(
+async def test_documents_beyond_the_limit_are_refused_and_deletions_are_not(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blue_green, "STATE_MAX_AGE_S", 0.0)
-
-    async def scenario(release: Release) -> None:
-        await release.put([Document(f"n{i}", "text") for i in range(6)])
-        await release.put([Document(f"n{i}", "again") for i in range(6)])  # the same documents
-        assert await release.changed_documents() == 6 / SHARDS
-        await release.put([Document("m1", "text")])
-        await release.put([Document("m2", "text")])
-        await release.delete([f"p{i}" for i in range(5)])
-        with pytest.raises(TooManyChanges) as refusal:
-            await release.put([Document("n1", "text")])
-        assert refusal.value.args == (13, 9)
-        await release.delete([f"n{i}" for i in range(6)])  # which the version does not have
-        assert await release.changed_documents() == 7 / SHARDS
-        await release.put([Document("m3", "text")])
-
-    world.play(scenario, max_changed_documents=3)
+    release = world.open(max_changed_documents=3)
+    await release.put([Document(f"n{i}", "text") for i in range(6)])
+    await release.put([Document(f"n{i}", "again") for i in range(6)])  # the same documents
+    assert await release.changed_documents() == 6 / SHARDS
+    await release.put([Document("m1", "text")])
+    await release.put([Document("m2", "text")])
+    await release.delete([f"p{i}" for i in range(5)])
+    with pytest.raises(TooManyChanges) as refusal:
+        await release.put([Document("n1", "text")])
+    assert refusal.value.args == (13, 9)
+    await release.delete([f"n{i}" for i in range(6)])  # which the version does not have
+    assert await release.changed_documents() == 7 / SHARDS
+    await release.put([Document("m3", "text")])
 
 
 # ------------------------------------------------------------------------------------------- exclusions and words
@@ -526,23 +503,20 @@ def collections(worlds: dict[str, World], encoder: str = "e") -> dict[str, Relea
     return blue_green.open_release(spec, ServeSettings(index=""), AsyncMock())
 
 
-def test_collections_share_an_encoder_and_its_cache_but_neither_documents_nor_changes(
+async def test_collections_share_an_encoder_and_its_cache_but_neither_documents_nor_changes(
     worlds: dict[str, World],
 ) -> None:
-    async def scenario() -> None:
-        opened = collections(worlds)
-        index, news = opened["index"], opened["news"]
-        assert list(opened) == ["index", "news"]
-        assert index.encoder is news.encoder
-        sequence = await news.put([Document("new", "I q")])
-        worlds["index-a"].encoder.calls.clear()
-        answers = [await one.search(request("q", "I", 1)) for one in (index, news)]
-        assert worlds["index-a"].encoder.calls == [1]  # one encoding for both
-        assert [answer.hits[0].id for answer in answers] == [best("I q", 1)[0], "new"]
-        assert [answer.sequence for answer in answers] == [0, sequence]
-        assert await index.document("new") is None
-        assert await index.changed_documents() == 0
-        assert await news.changed_documents() > 0
-        assert len({one.encoder for one in collections(worlds, encoder="other").values()}) == 2
-
-    asyncio.run(scenario())
+    opened = collections(worlds)
+    index, news = opened["index"], opened["news"]
+    assert list(opened) == ["index", "news"]
+    assert index.encoder is news.encoder
+    sequence = await news.put([Document("new", "I q")])
+    worlds["index-a"].encoder.calls.clear()
+    answers = [await one.search(request("q", "I", 1)) for one in (index, news)]
+    assert worlds["index-a"].encoder.calls == [1]  # one encoding for both
+    assert [answer.hits[0].id for answer in answers] == [best("I q", 1)[0], "new"]
+    assert [answer.sequence for answer in answers] == [0, sequence]
+    assert await index.document("new") is None
+    assert await index.changed_documents() == 0
+    assert await news.changed_documents() > 0
+    assert len({one.encoder for one in collections(worlds, encoder="other").values()}) == 2

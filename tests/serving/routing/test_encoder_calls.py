@@ -1,8 +1,5 @@
 """The query cache against an encoder that draws vectors from the texts."""
 
-import asyncio
-from collections.abc import Awaitable, Callable
-
 import numpy as np
 import pytest
 
@@ -33,43 +30,31 @@ class Encoder:
         return Embedded(np.stack([vector(query) for query in queries]), len(queries))
 
 
-def play(scenario: Callable[[QueryCache, Encoder], Awaitable[None]], max_bytes: int = 2**20) -> None:
-    async def run() -> None:
-        encoder = Encoder()
-        await scenario(QueryCache(encoder, max_bytes), encoder)
-
-    asyncio.run(run())
-
-
-def test_a_query_is_encoded_once_under_each_instruction() -> None:
-    async def scenario(cache: QueryCache, encoder: Encoder) -> None:
-        queries = [Question("q", "I"), Question("q", "J"), Question("q"), Question("q", "I")]
-        for _ in range(2):
-            np.testing.assert_array_equal(await cache(queries, 1e9), [vector(query) for query in queries])
-        assert encoder.calls == [queries[:3]]
-        assert (cache.hits, cache.misses) == (5, 3)
-
-    play(scenario)
+async def test_a_query_is_encoded_once_under_each_instruction() -> None:
+    encoder = Encoder()
+    cache = QueryCache(encoder)
+    queries = [Question("q", "I"), Question("q", "J"), Question("q"), Question("q", "I")]
+    for _ in range(2):
+        np.testing.assert_array_equal(await cache(queries, 1e9), [vector(query) for query in queries])
+    assert encoder.calls == [queries[:3]]
+    assert (cache.hits, cache.misses) == (5, 3)
 
 
-def test_an_error_goes_to_the_caller_and_is_not_kept() -> None:
-    async def scenario(cache: QueryCache, encoder: Encoder) -> None:
-        encoder.failing = [QueueFull(1.0)]
-        with pytest.raises(QueueFull):
-            await cache([Question("q")], 1e9)
-        np.testing.assert_array_equal(await cache([Question("q")], 1e9), [vector(Question("q"))])
-        assert len(encoder.calls) == 2
+async def test_an_error_goes_to_the_caller_and_is_not_kept() -> None:
+    encoder = Encoder()
+    cache = QueryCache(encoder)
+    encoder.failing = [QueueFull(1.0)]
+    with pytest.raises(QueueFull):
+        await cache([Question("q")], 1e9)
+    np.testing.assert_array_equal(await cache([Question("q")], 1e9), [vector(Question("q"))])
+    assert len(encoder.calls) == 2
 
-    play(scenario)
 
-
-def test_the_least_recently_used_query_leaves_when_the_memory_is_full() -> None:
+async def test_the_least_recently_used_query_leaves_when_the_memory_is_full() -> None:
     size = 4 * DIMENSION + 4 + 512  # a vector, a character and the constant
-
-    async def scenario(cache: QueryCache, encoder: Encoder) -> None:
-        for text in ("a", "b", "a", "c", "a", "b"):  # c takes the place of b
-            await cache([Question(text)], 1e9)
-        assert [query.query for (query,) in encoder.calls] == ["a", "b", "c", "b"]
-        assert cache.bytes == 2 * size
-
-    play(scenario, max_bytes=2 * size)
+    encoder = Encoder()
+    cache = QueryCache(encoder, max_bytes=2 * size)
+    for text in ("a", "b", "a", "c", "a", "b"):  # c takes the place of b
+        await cache([Question(text)], 1e9)
+    assert [query.query for (query,) in encoder.calls] == ["a", "b", "c", "b"]
+    assert cache.bytes == 2 * size

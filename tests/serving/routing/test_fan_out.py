@@ -3,7 +3,7 @@
 import asyncio
 import pickle
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +61,9 @@ class World:
     def calls(self, method: str) -> int:
         return sum(shard.calls[method] for shard in self.shards)
 
-    def play(self, scenario: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-        async def run() -> None:
-            named = {f"s{n}": shard for n, shard in enumerate(self.shards)}
-            fan = FanOut(named, replicas=1)
-
-            async def search(k: int = 10, timeout_s: float = 5, **options: Any) -> Ranked:
-                return await fan.search(ShardQuery(QUERIES, k, **options), fan_out.now() + timeout_s)
-
-            await scenario(search)
-
-        asyncio.run(run())
+    async def search(self, k: int = 10, timeout_s: float = 5, **options: Any) -> Ranked:
+        fan = FanOut({f"s{n}": shard for n, shard in enumerate(self.shards)}, replicas=1)
+        return await fan.search(ShardQuery(QUERIES, k, **options), fan_out.now() + timeout_s)
 
     def check(self, ranked: Ranked, k: int, sequence: int | None = None) -> None:
         for hits, query in zip(ranked.results, QUERIES, strict=True):
@@ -83,45 +75,35 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-def test_a_search_gives_the_best_of_all_shards(world: World) -> None:
+async def test_a_search_gives_the_best_of_all_shards(world: World) -> None:
     world.change(*(document(f"d{n}", 500 + n, 2020) for n in range(0, 100, 3)), Delete("d1"))
     world.refresh()
-
-    async def scenario(search: Any) -> None:
-        for k in (1, 7, 40, 1000):
-            ranked = await search(k)
-            world.check(ranked, k)
-            assert ranked.sequence == 1
-
-    world.play(scenario)
+    for k in (1, 7, 40, 1000):
+        ranked = await world.search(k)
+        world.check(ranked, k)
+        assert ranked.sequence == 1
 
 
-def test_a_search_waits_until_every_shard_has_applied_its_sequence(world: World) -> None:
-    async def scenario(search: Any) -> None:
-        waiting = asyncio.ensure_future(search(10, min_sequence=2))
-        await asyncio.sleep(0.1)
-        world.change(document("d1", 600))
-        await asyncio.sleep(0.1)
-        assert not waiting.done()
-        world.change(document("new", 601))
-        ranked = await asyncio.wait_for(waiting, 5)
-        assert ranked.sequence >= 2
-        world.check(ranked, 10)
-        with pytest.raises(NotApplied) as refusal:
-            await search(10, min_sequence=9, timeout_s=0.3)
-        assert (refusal.value.args[0], refusal.value.args[2]) == (9, 2)
-
-    world.play(scenario)
+async def test_a_search_waits_until_every_shard_has_applied_its_sequence(world: World) -> None:
+    waiting = asyncio.ensure_future(world.search(10, min_sequence=2))
+    await asyncio.sleep(0.1)
+    world.change(document("d1", 600))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    world.change(document("new", 601))
+    ranked = await asyncio.wait_for(waiting, 5)
+    assert ranked.sequence >= 2
+    world.check(ranked, 10)
+    with pytest.raises(NotApplied) as refusal:
+        await world.search(10, min_sequence=9, timeout_s=0.3)
+    assert (refusal.value.args[0], refusal.value.args[2]) == (9, 2)
 
 
-def test_no_shard_is_asked_again_for_a_search_that_has_failed(world: World) -> None:
-    async def scenario(search: Any) -> None:
-        world.shards[2].failing = {"search_many": QueueFull(1.0)}
-        with pytest.raises(QueueFull):
-            await search(10, min_sequence=1)  # the others are behind
-        await asyncio.sleep(fan_out.BEHIND_PAUSE_S / 2)
-        asked = world.calls("search_many")
-        await asyncio.sleep(3 * fan_out.BEHIND_PAUSE_S)
-        assert world.calls("search_many") == asked
-
-    world.play(scenario)
+async def test_no_shard_is_asked_again_for_a_search_that_has_failed(world: World) -> None:
+    world.shards[2].failing = {"search_many": QueueFull(1.0)}
+    with pytest.raises(QueueFull):
+        await world.search(10, min_sequence=1)  # the others are behind
+    await asyncio.sleep(fan_out.BEHIND_PAUSE_S / 2)
+    asked = world.calls("search_many")
+    await asyncio.sleep(3 * fan_out.BEHIND_PAUSE_S)
+    assert world.calls("search_many") == asked

@@ -41,74 +41,62 @@ async def soon() -> None:
         await asyncio.sleep(0)
 
 
-def test_items_that_arrive_while_calls_are_in_flight_share_a_batch() -> None:
-    async def scenario() -> None:
-        sender = Sender(held=True)
-        call = MicroBatcher(sender, max_calls=2, max_weight=3)
-        first = asyncio.ensure_future(call(1))
-        await soon()
-        second = asyncio.ensure_future(call(2))
-        await soon()
-        rest = [asyncio.ensure_future(call(i)) for i in range(3, 8)]
-        await soon()
-        assert sender.sent == [[1], [2]]
-        sender.go.set()
-        assert await asyncio.gather(first, second, *rest) == [10 * i for i in range(1, 8)]
-        assert sender.sent == [[1], [2], [3, 4, 5], [6, 7]]
-        assert sender.most_under_way == 2
-
-    asyncio.run(scenario())
+async def test_items_that_arrive_while_calls_are_in_flight_share_a_batch() -> None:
+    sender = Sender(held=True)
+    call = MicroBatcher(sender, max_calls=2, max_weight=3)
+    first = asyncio.ensure_future(call(1))
+    await soon()
+    second = asyncio.ensure_future(call(2))
+    await soon()
+    rest = [asyncio.ensure_future(call(i)) for i in range(3, 8)]
+    await soon()
+    assert sender.sent == [[1], [2]]
+    sender.go.set()
+    assert await asyncio.gather(first, second, *rest) == [10 * i for i in range(1, 8)]
+    assert sender.sent == [[1], [2], [3, 4, 5], [6, 7]]
+    assert sender.most_under_way == 2
 
 
-def test_an_items_error_goes_to_its_caller_and_a_failed_call_to_all() -> None:
-    async def scenario() -> None:
-        call = MicroBatcher(Sender(), max_calls=1, max_weight=64)
-        answers = await asyncio.gather(call(1), call(-2), call(3), return_exceptions=True)
-        assert answers[0::2] == [10, 30]
-        assert isinstance(answers[1], ValueError)
+async def test_an_items_error_goes_to_its_caller_and_a_failed_call_to_all() -> None:
+    call = MicroBatcher(Sender(), max_calls=1, max_weight=64)
+    answers = await asyncio.gather(call(1), call(-2), call(3), return_exceptions=True)
+    assert answers[0::2] == [10, 30]
+    assert isinstance(answers[1], ValueError)
 
-        async def broken(items: Sequence[int], deadline: float) -> list[int]:
-            raise OSError("no way through")
+    async def broken(items: Sequence[int], deadline: float) -> list[int]:
+        raise OSError("no way through")
 
-        answers = await asyncio.gather(
-            *map(MicroBatcher(broken, max_calls=1, max_weight=64), range(3)), return_exceptions=True
-        )
-        assert [str(answer) for answer in answers] == ["no way through"] * 3
-
-    asyncio.run(scenario())
+    answers = await asyncio.gather(
+        *map(MicroBatcher(broken, max_calls=1, max_weight=64), range(3)), return_exceptions=True
+    )
+    assert [str(answer) for answer in answers] == ["no way through"] * 3
 
 
-def test_a_call_is_cancelled_when_all_its_callers_are_and_not_before() -> None:
-    async def scenario() -> None:
-        sender = Sender(held=True)
-        call = MicroBatcher(sender, max_calls=1, max_weight=64)
-        callers = [asyncio.ensure_future(call(i)) for i in range(2)]
-        await soon()
-        callers[0].cancel()
-        await soon()
-        assert sender.cancelled == []
-        callers[1].cancel()
-        await soon()
-        assert sender.cancelled == [[0, 1]]
-        sender.go.set()
-        assert await call(5) == 50  # its place is free
-
-    asyncio.run(scenario())
+async def test_a_call_is_cancelled_when_all_its_callers_are_and_not_before() -> None:
+    sender = Sender(held=True)
+    call = MicroBatcher(sender, max_calls=1, max_weight=64)
+    callers = [asyncio.ensure_future(call(i)) for i in range(2)]
+    await soon()
+    callers[0].cancel()
+    await soon()
+    assert sender.cancelled == []
+    callers[1].cancel()
+    await soon()
+    assert sender.cancelled == [[0, 1]]
+    sender.go.set()
+    assert await call(5) == 50  # its place is free
 
 
-def test_a_heavy_item_gets_its_own_call_and_delays_no_other() -> None:
-    async def scenario() -> None:
-        sender = Sender(held=True)
-        call = MicroBatcher(sender, max_calls=1, max_weight=10, weigh=lambda item: item)
-        heavy = [asyncio.ensure_future(call(item)) for item in (100, 200)]
-        light = [asyncio.ensure_future(call(item)) for item in (6, 4, 1)]
-        await soon()
-        assert sorted(sender.sent) == [[6, 4], [100], [200]]
-        sender.go.set()
-        await asyncio.gather(*heavy, *light)
-        assert sender.sent[-1] == [1]
-
-    asyncio.run(scenario())
+async def test_a_heavy_item_gets_its_own_call_and_delays_no_other() -> None:
+    sender = Sender(held=True)
+    call = MicroBatcher(sender, max_calls=1, max_weight=10, weigh=lambda item: item)
+    heavy = [asyncio.ensure_future(call(item)) for item in (100, 200)]
+    light = [asyncio.ensure_future(call(item)) for item in (6, 4, 1)]
+    await soon()
+    assert sorted(sender.sent) == [[6, 4], [100], [200]]
+    sender.go.set()
+    await asyncio.gather(*heavy, *light)
+    assert sender.sent[-1] == [1]
 
 
 @given(
@@ -194,64 +182,51 @@ class Line:
             await self.play(0.02, 0)
 
 
-def test_under_overload_items_that_waited_too_long_are_rejected_and_the_rest_answered() -> None:
+async def test_under_overload_items_that_waited_too_long_are_rejected_and_the_rest_answered() -> None:
     """The service answers ten items a second; fifty arrive."""
-
-    async def scenario() -> None:
-        line = Line(rate=10)
-        await line.play(10, arrivals_per_s=50)
-        await line.end()
-        assert 90 <= len(line.waits) <= 130  # its capacity
-        assert max(line.waits) < 3.5  # 2 s, and two calls of at most four items each
-        assert len(line.waits) + len(line.rejected) == 500
-        assert all(
-            waited == pytest.approx(MAX_WAIT_S, abs=0.03) and retry == MAX_WAIT_S for waited, retry in line.rejected
-        )
-
-    asyncio.run(scenario())
+    line = Line(rate=10)
+    await line.play(10, arrivals_per_s=50)
+    await line.end()
+    assert 90 <= len(line.waits) <= 130  # its capacity
+    assert max(line.waits) < 3.5  # 2 s, and two calls of at most four items each
+    assert len(line.waits) + len(line.rejected) == 500
+    assert all(waited == pytest.approx(MAX_WAIT_S, abs=0.03) and retry == MAX_WAIT_S for waited, retry in line.rejected)
 
 
-def test_an_item_waits_for_half_of_its_time_and_a_call_gets_the_latest_deadline() -> None:
-    async def scenario() -> None:
-        sent: list[tuple[list[int], float]] = []
-        go = asyncio.Event()
+async def test_an_item_waits_for_half_of_its_time_and_a_call_gets_the_latest_deadline() -> None:
+    sent: list[tuple[list[int], float]] = []
+    go = asyncio.Event()
 
-        async def send(items: Sequence[int], deadline: float) -> list[int]:
-            sent.append((list(items), deadline))
-            await go.wait()
-            return list(items)
+    async def send(items: Sequence[int], deadline: float) -> list[int]:
+        sent.append((list(items), deadline))
+        await go.wait()
+        return list(items)
 
-        call, now = MicroBatcher(send, max_calls=1, max_weight=9), asyncio.get_running_loop().time()
-        callers = [asyncio.ensure_future(call(1, now + 50))]
-        await soon()
-        callers += [asyncio.ensure_future(call(i, now + late)) for i, late in ((2, 0.01), (3, 60), (4, 70))]
-        await asyncio.sleep(0.02)
-        go.set()
-        answers = await asyncio.gather(*callers, return_exceptions=True)
-        assert [answers[0], *answers[2:]] == [1, 3, 4]
-        assert isinstance(answers[1], QueueFull)
-        assert sent == [([1], now + 50), ([3, 4], now + 70)]
-
-    asyncio.run(scenario())
+    call, now = MicroBatcher(send, max_calls=1, max_weight=9), asyncio.get_running_loop().time()
+    callers = [asyncio.ensure_future(call(1, now + 50))]
+    await soon()
+    callers += [asyncio.ensure_future(call(i, now + late)) for i, late in ((2, 0.01), (3, 60), (4, 70))]
+    await asyncio.sleep(0.02)
+    go.set()
+    answers = await asyncio.gather(*callers, return_exceptions=True)
+    assert [answers[0], *answers[2:]] == [1, 3, 4]
+    assert isinstance(answers[1], QueueFull)
+    assert sent == [([1], now + 50), ([3, 4], now + 70)]
 
 
-def test_a_call_runs_in_an_empty_context() -> None:
+async def test_a_call_runs_in_an_empty_context() -> None:
     request: ContextVar[str | None] = ContextVar("request", default=None)
+    seen: list[str | None] = []
 
-    async def scenario() -> None:
-        seen: list[str | None] = []
+    async def send(items: Sequence[int], deadline: float) -> list[int]:
+        seen.append(request.get())
+        return list(items)
 
-        async def send(items: Sequence[int], deadline: float) -> list[int]:
-            seen.append(request.get())
-            return list(items)
+    call = MicroBatcher(send, max_calls=1, max_weight=3)
 
-        call = MicroBatcher(send, max_calls=1, max_weight=3)
+    async def ask(item: int) -> None:
+        request.set(f"request {item}")
+        await call(item)
 
-        async def ask(item: int) -> None:
-            request.set(f"request {item}")
-            await call(item)
-
-        await asyncio.gather(*(ask(item) for item in range(3)))
-        assert seen == [None]  # with a request's context, Serve would cancel the call for all with that request
-
-    asyncio.run(scenario())
+    await asyncio.gather(*(ask(item) for item in range(3)))
+    assert seen == [None]  # with a request's context, Serve would cancel the call for all with that request

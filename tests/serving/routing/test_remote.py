@@ -25,7 +25,7 @@ class Handle:
         return self.response
 
 
-def test_cancelling_a_call_cancels_it_at_its_replica() -> None:
+async def test_cancelling_a_call_cancels_it_at_its_replica() -> None:
     class Response:
         cancelled = 0
 
@@ -35,35 +35,29 @@ def test_cancelling_a_call_cancels_it_at_its_replica() -> None:
         def cancel(self) -> None:
             self.cancelled += 1
 
-    async def scenario() -> None:
-        response = Response()
-        call = asyncio.ensure_future(RemoteDeployment(Handle(response))("method"))
-        await asyncio.sleep(0.01)
-        call.cancel()
-        await asyncio.wait([call])
-        await asyncio.sleep(0)
-        assert call.cancelled()
-        assert response.cancelled == 1
-
-    asyncio.run(scenario())
+    response = Response()
+    call = asyncio.ensure_future(RemoteDeployment(Handle(response))("method"))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    await asyncio.wait([call])
+    await asyncio.sleep(0)
+    assert call.cancelled()
+    assert response.cancelled == 1
 
 
 @pytest.mark.parametrize("error", [None, ActorDiedError(), RayTaskError("embed", "traceback", QueueFull(3.0))])
-def test_errors_of_ray_become_those_of_the_service(error: Exception | None) -> None:
-    async def scenario() -> None:
-        response = asyncio.get_running_loop().create_future()
-        if error is None:
-            response.cancel()  # by the replica
-        else:
-            response.set_exception(error)
-        await RemoteDeployment(Handle(response))("method")
-
+async def test_errors_of_ray_become_those_of_the_service(error: Exception | None) -> None:
+    response = asyncio.get_running_loop().create_future()
+    if error is None:
+        response.cancel()  # by the replica
+    else:
+        response.set_exception(error)
     with pytest.raises(QueueFull if isinstance(error, RayTaskError) else ReplicaLost) as raised:
-        asyncio.run(scenario())
+        await RemoteDeployment(Handle(response))("method")
     assert getattr(raised.value, "retry_after_s", 3.0) == 3.0
 
 
-def test_a_call_to_a_deployment_without_replicas_fails_instead_of_waiting(
+async def test_a_call_to_a_deployment_without_replicas_fails_instead_of_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(remote, "POLL_S", 0.01)
@@ -85,22 +79,19 @@ def test_a_call_to_a_deployment_without_replicas_fails_instead_of_waiting(
         def running_replicas_populated(self) -> bool:
             return True
 
-        async def remote(self, *arguments: Any) -> None:
+        def remote(self, *arguments: Any) -> asyncio.Future[None]:
             self.asked += 1
-            await asyncio.sleep(60)  # as Serve does while there is no replica
+            return asyncio.ensure_future(asyncio.sleep(60))  # as Serve does while there is no replica
 
-    async def scenario() -> None:
-        handle = Handle()
-        call = asyncio.ensure_future(RemoteDeployment(handle)("method"))
-        await asyncio.sleep(0.05)
-        assert not call.done()  # a replica is working
-        handle._router.curr_replicas.clear()
+    handle = Handle()
+    call = asyncio.ensure_future(RemoteDeployment(handle)("method"))
+    await asyncio.sleep(0.05)
+    assert not call.done()  # a replica is working
+    handle._router.curr_replicas.clear()
+    with pytest.raises(ReplicaLost):
+        await call
+    deployment, asked = RemoteDeployment(handle), handle.asked
+    for _ in range(2):
         with pytest.raises(ReplicaLost):
-            await call
-        deployment, asked = RemoteDeployment(handle), handle.asked
-        for _ in range(2):
-            with pytest.raises(ReplicaLost):
-                await deployment("method")
-        assert handle.asked == asked + 1  # the second time it is known
-
-    asyncio.run(scenario())
+            await deployment("method")
+    assert handle.asked == asked + 1  # the second time it is known
