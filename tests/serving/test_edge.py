@@ -16,7 +16,15 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infembed_ray.serving import edge as module
-from infembed_ray.serving.edge import LIMITED_PATHS, MAX_LIMIT, MIN_LIMIT, RECOVERY_S, AdmissionControl, ApiErrors, middlewares
+from infembed_ray.serving.edge import (
+    LIMITED_PATHS,
+    MAX_LIMIT,
+    MIN_LIMIT,
+    RECOVERY_S,
+    AdmissionControl,
+    ApiErrors,
+    middlewares,
+)
 from infembed_ray.serving.http.errors import key_rate_limited
 from tests.serving.debug import listening
 

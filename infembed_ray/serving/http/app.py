@@ -29,18 +29,9 @@ from infembed_ray.serving.http.routes import Collections, add_collection_routes,
 from infembed_ray.serving.routing.blue_green import Release
 
 FILES = resources.files("infembed_ray.serving.http") / "playground"
-ASSETS = (
-    "api_docs.css",
-    "playground.css",
-    "mark.svg",
-    "page.js",
-    "explanation.js",
-    "playground.js",
-    "results.js",
-    "snippets.js",
-)
-"""Files below `/playground/`. They hold no data and need no API key; the page's requests to the API do."""
 MEDIA_TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
+ASSETS = sorted(file.name for file in FILES.iterdir() if Path(file.name).suffix in MEDIA_TYPES)
+"""Files below `/playground/`. They hold no data and need no API key; the page's requests to the API do."""
 PLAYGROUND_HEADERS = {
     # No other origins, no inline code, no HTML from strings (Trusted Types): a passage cannot become a script.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "

@@ -1,7 +1,6 @@
 """Trees against each text encoded by itself, by transformers as it comes: the same embeddings and gradients."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -22,17 +21,13 @@ from transformers import (
     Qwen2Model,
 )
 
-from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.attention import prefix_tree
 from infembed_ray.modeling.attention.prefix_tree import TreeLayout
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import length_sorted_batches, padded
+from infembed_ray.modeling.layout import padded
 from infembed_ray.modeling.pooling import pool
 from infembed_ray.modeling.template import TextFormat
 from infembed_ray.modeling.tokenizer import Tokens
-from infembed_ray.training.loop import train_worker
-from tests.support.workers import run_workers
-from tests.training.test_collate import record
 
 SHAPE = {
     "vocab_size": 2000,
@@ -266,55 +261,3 @@ def test_bidirectional_backbones_and_texts_that_share_nothing_have_no_trees(caps
     for encoder, sequences in ((bert, pairs()), (both_ways, pairs()), (encoder_of(), apart)):
         assert not any(isinstance(layout, TreeLayout) for _, layout in encoder.layouts(sequences, 1 << 40))
     assert not capsys.readouterr().out
-
-
-def plain(encoder, sequences, batch_tokens, device, dtype):
-    """`InstructionEncoder.lay_out` without trees: every text in a padded row of its own."""
-    for rows in length_sorted_batches([len(s) for s in sequences], batch_tokens):
-        yield rows, padded([sequences[row] for row in rows], 0)
-
-
-def train(rank, layouts, settings, directory):
-    """In a process of its own: DeepSpeed takes one process group in its life."""
-    shared = []
-    forests = prefix_tree.forests
-
-    def spy(sequences, *options):
-        shared.append(len(sequences))
-        return forests(sequences, *options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_tree, "forests", spy)
-        if layouts is not None:
-            patch.setattr(InstructionEncoder, "lay_out", layouts)
-        train_worker(settings, [record(n) for n in range(6)], directory, torch.device("cpu"))
-    assert bool(shared) is (layouts is None)
-
-
-@pytest.mark.integration
-def test_training_has_the_same_losses_with_and_without_trees(minilm, tmp_path):
-    """The real loop on DeepSpeed, then the same with every text in a padded row of its own."""
-    tokenizer = AutoTokenizer.from_pretrained(minilm)
-    torch.manual_seed(0)
-    LlamaModel(LlamaConfig(**{**SHAPE, "vocab_size": len(tokenizer)})).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    settings = TrainSettings(
-        records="-",
-        model=str(tmp_path / "model"),
-        output="-",
-        objective="multi{P,I}",
-        instruction_negatives=None,
-        records_per_step=2,
-        epochs=2,
-        workers=1,
-        zero_stage=0,
-        learning_rate=1e-2,
-    )
-    losses = []
-    for name, layouts in (("trees", None), ("plain", plain)):
-        (tmp_path / name).mkdir()
-        run_workers(train, 1, layouts, settings, tmp_path / name)
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        losses.append([json.loads(line)["loss"] for line in lines])
-    assert len(losses[0]) == 6
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
