@@ -166,17 +166,6 @@ def fill(work: Work, corpus: Path, rows: int, base: Base | None = None) -> list[
     return sizes.tolist()
 
 
-def encode(work: Work, chunk: Chunk) -> int:
-    """Encode a passage as its number; returns how many were new."""
-    ids = work.passages(chunk).column("id").to_pylist()
-    assert len(ids) == chunk.count
-    vectors = work.reused(chunk)
-    new = np.isnan(vectors[:, 0])
-    vectors[new] = np.array([[int(id[1:]), 1] for id in ids], np.float32)[new]
-    work.write_encoded(chunk, vectors)
-    return int(new.sum())
-
-
 def test_chunks_cover_the_shards_and_grow_with_the_corpus() -> None:
     chunks = chunks_of([1300, 0, 2])
     assert chunks == [Chunk(0, 0, 0, 512), Chunk(0, 1, 512, 512), Chunk(0, 2, 1024, 276), Chunk(2, 0, 0, 2)]
@@ -310,20 +299,3 @@ def test_nothing_of_a_damaged_shard_is_reused(tmp_path: Path) -> None:
     file.write_bytes(content)
     new = np.isnan(base.vectors(table(texts), 8)).all(axis=1)
     assert new.tolist() == [shard_of(id, 2) == 1 for id in sorted(texts)]
-
-
-def test_only_new_passages_of_a_chunk_are_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_PASSAGES", 4)
-
-    class Even(Base):
-        def vectors(self, passages: pa.Table, dimension: int) -> np.ndarray:
-            numbers = np.array([int(id[1:]) for id in passages.column("id").to_pylist()], np.float32)
-            return np.where(numbers % 2, np.nan, -numbers)[:, None].repeat(dimension, 1)
-
-    work = work_in(tmp_path / "work")
-    every = chunks_of(fill(work, tmp_path / "corpus", 25, Even(tmp_path, ())))
-    assert work.reusable(0) == 13
-    assert sum(encode(work, chunk) for chunk in every) == 12
-    first = np.concatenate([work.vectors(chunk)[:, 0] for chunk in every]).tolist()
-    numbers = [int(id[1:]) for chunk in every for id in work.passages(chunk).column("id").to_pylist()]
-    assert first == [number if number % 2 else -number for number in numbers]

@@ -195,26 +195,6 @@ def test_a_damaged_change_or_base_is_refused_and_the_last_good_version_stays(tmp
     assert resolve(output) == first
 
 
-def test_a_damaged_next_version_is_built_again(tmp_path: Path) -> None:
-    output = tmp_path / "index"
-    first = publish(output)
-    log_of(output).append(changes(1))
-    work = Compaction.open(str(output))
-    assert finished(work.step()) is None
-    second = fold(work)
-    assert finished(work.step()) is not None
-    damaged = second / "shard-00001" / shards.INDEX_FILE
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
-    versions.use(output, first.name)
-    work = Compaction.open(str(output))
-    assert finished(work.step()) is None
-    assert resolve(output) == first  # until the next version is complete
-    assert fold(work) == second == resolve(output)
-    assert versions.verify(output) > 0
-    (aside,) = output.glob(f".{second.name}.damaged-*")
-    assert (aside / "shard-00001" / shards.INDEX_FILE).is_file()
-
-
 def test_an_interrupted_compaction_begins_again_with_newer_changes(tmp_path: Path) -> None:
     output = tmp_path / "index"
     publish(output, [document(f"d{n}", n) for n in range(70)], shards=1, memory_gib=1e-6)

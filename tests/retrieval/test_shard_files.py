@@ -205,30 +205,6 @@ def test_a_checksum_covers_each_block(file: Path, tmp_path: Path, size: int) -> 
     assert (tmp_path / "copy").read_bytes() == content
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ({33: 0}, "place is corrupted .the checksum of the block at byte 30 differs"),
-        ({0: 1}, "block at byte 0 "),
-        ("shorter", r"place is corrupted \(34 bytes instead of 35\)"),
-        ("longer", r"36 bytes instead of 35"),
-    ],
-)
-def test_a_damaged_file_is_refused_and_not_copied(file: Path, damage: Any, message: str) -> None:
-    whole = FileChecksums.measure(file)
-    content = bytearray(file.read_bytes())
-    if isinstance(damage, dict):
-        for place, value in damage.items():
-            content[place] = value
-    file.write_bytes({"shorter": content[:-1], "longer": content + b"\0"}.get(str(damage), content))
-    copy = file.with_name("copy")
-    with pa.OSFile(str(file)) as source:
-        for refused in (lambda: whole.verify(source, "place"), lambda: whole.copy(source, copy, "place")):
-            with pytest.raises(InputError, match=message):
-                refused()
-    assert not copy.exists()
-
-
 def test_a_block_that_the_disk_takes_in_parts_is_written_whole(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, start: pwrite(fd, data[: (len(data) + 1) // 2], start))

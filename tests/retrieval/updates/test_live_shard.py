@@ -308,17 +308,6 @@ def test_an_invalid_request_fails_alone(tmp_path: Path) -> None:
     assert right.hits[0][0].id == "a"
 
 
-def test_an_empty_shard_may_grow_and_be_emptied(tmp_path: Path) -> None:
-    shard = one_shard(tmp_path, [])
-    assert (ids_of(shard), len(shard)) == ([], 0)
-    log_of(tmp_path).append([document("a", 1, 2020)])
-    shard.refresh()
-    assert (ids_of(shard), ids_of(shard, year=2020), ids_of(shard, year=2021)) == (["a"], ["a"], [])
-    log_of(tmp_path).append([Delete("a")])
-    shard.refresh()
-    assert (ids_of(shard), len(shard), shard.get("a")) == ([], 0, None)
-
-
 def test_the_content_is_all_documents_by_id_with_their_vectors(tmp_path: Path) -> None:
     base = [document(f"d{n}", n, n) for n in range(10)]
     shard = one_shard(tmp_path, base)

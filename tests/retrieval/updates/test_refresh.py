@@ -1,7 +1,6 @@
 """How a live shard takes up changes: polling, in pieces, up to a sequence, and when one is damaged or missing."""
 
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from infembed_ray.retrieval.shards import Hit
 from infembed_ray.retrieval.updates import live_shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
-from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
+from infembed_ray.retrieval.updates.write_ahead_log import LogFault
 from tests.retrieval.oracle import document
 from tests.retrieval.updates.test_live_shard import ids_of, log_of, one_shard
 
@@ -53,14 +52,6 @@ def test_a_log_shorter_than_the_folded_changes_is_refused(tmp_path: Path) -> Non
         LiveShard(shard.base, log_of(tmp_path), 0, folded=5)
 
 
-def test_until_limits_the_changes_that_are_applied(tmp_path: Path) -> None:
-    first = one_shard(tmp_path, [document("a", 1)])
-    for id in "bcd":
-        log_of(tmp_path).append([document(id, 2)])
-    shard = LiveShard(first.base, log_of(tmp_path), 0, folded=0, until=2)
-    assert (set(ids_of(shard)), shard.sequence, shard.refresh()) == (set("abc"), 2, False)
-
-
 def test_a_log_of_any_size_is_applied_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = one_shard(tmp_path, [document("a", 1)])
     for n in range(30):
@@ -80,27 +71,6 @@ def test_a_log_of_any_size_is_applied_in_pieces(tmp_path: Path, monkeypatch: pyt
     assert max(pieces) <= 2 * most
     assert (len(shard), shard.sequence) == (21, 30)
     assert shard.get("d9") == Hit("d9", 0.0, "d9 of 29", {"year": None, "day": None})
-
-
-def test_a_failing_change_loses_none_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shard = one_shard(tmp_path, [document("a", 1)])
-    for id in "bcd":
-        log_of(tmp_path).append([document(id, 2)])
-    read = ChangeLog.read
-
-    def fails_for_c(self: ChangeLog, after: int, shard: int | None) -> Any:
-        for sequence, changes in read(self, after, shard):
-            if changes.column("id").to_pylist() == ["c"]:
-                raise MemoryError
-            yield sequence, changes
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ChangeLog, "read", fails_for_c)
-        with pytest.raises(MemoryError):
-            shard.refresh()
-    assert (set(ids_of(shard)), shard.sequence) == (set("ab"), 1)
-    assert shard.refresh()
-    assert (set(ids_of(shard)), shard.sequence) == (set("abcd"), 3)
 
 
 def test_a_change_that_goes_missing_while_serving_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
