@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    AutoModel,
     Gemma4TextConfig,
     Gemma4TextModel,
     LlamaConfig,
@@ -26,6 +30,18 @@ DECODERS = ["qwen2", "llama", "llama3", "mistral"]
 FAMILIES = ["modernbert", *DECODERS]
 _WORDS = "For nurses , in plain words ; no brand names . how is aspirin dosed what does a passage about bread say"
 _SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def alone(encoder: Any, sequences: Sequence[Any], dtype: torch.dtype = torch.float32) -> np.ndarray:
+    """Embed by transformers' eager attention, one text at a time: no packing, no padding, no cache."""
+    model = AutoModel.from_pretrained(encoder.source, attn_implementation="eager", dtype=dtype).eval()
+    vectors = []
+    for tokens in sequences:
+        with torch.no_grad():
+            states = model(torch.tensor([tokens.ids])).last_hidden_state[0]
+        pooled = {"last": states[-1], "mean": states.mean(dim=0), "cls": states[0]}[encoder.pooling]
+        vectors.append(torch.nn.functional.normalize(pooled, dim=0))
+    return torch.stack(vectors).numpy()
 
 
 def write(family: str, path: Path) -> str:

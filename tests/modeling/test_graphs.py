@@ -7,31 +7,18 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModel
 
 from infembed_ray.modeling import graphs
 from infembed_ray.modeling.attention import prefix_tree
 from infembed_ray.modeling.attention.packing import PackedAttention, packed
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.tokenizer import Tokens
-from tests.modeling.backbones import DECODERS
+from tests.modeling.backbones import DECODERS, alone
 
 
 def texts_of(lengths):
     generator = torch.Generator().manual_seed(sum(lengths))
     return [Tokens(torch.randint(3, 30, (n,), generator=generator).tolist(), "query") for n in lengths]
-
-
-def alone(encoder, sequences):
-    """Unit vectors by transformers' eager attention in float64, one text at a time."""
-    model = AutoModel.from_pretrained(encoder.source, attn_implementation="eager", dtype=torch.float64).eval()
-    vectors = []
-    for tokens in sequences:
-        with torch.no_grad():
-            states = model(torch.tensor([tokens.ids])).last_hidden_state[0]
-        pooled = {"last": states[-1], "mean": states.mean(dim=0), "cls": states[0]}[encoder.pooling]
-        vectors.append(torch.nn.functional.normalize(pooled, dim=0))
-    return torch.stack(vectors).numpy()
 
 
 def replayed(forward, device, pool):
@@ -53,7 +40,9 @@ def test_a_padded_row_gives_the_vectors_of_each_text_alone(family, pooling, back
     graphed = graphs.GraphedEncoder(encoder, refuse, replayed)
     for lengths in ([1], [16], [17], [5, 40, 1, 5], [64], [9] * 32, [200, 300, 24], [1] * 32, [3]):
         texts = texts_of(lengths)
-        np.testing.assert_allclose(graphed.embed(texts), alone(encoder, texts), atol=2e-6, err_msg=str(lengths))
+        np.testing.assert_allclose(
+            graphed.embed(texts), alone(encoder, texts, torch.float64), atol=2e-6, err_msg=str(lengths)
+        )
 
 
 def test_only_captured_sizes_are_replayed_and_no_batch_waits_for_a_capture(backbone_path, capsys):

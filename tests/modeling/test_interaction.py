@@ -108,8 +108,10 @@ def test_many_pairs_are_computed_in_blocks_with_the_same_result(monkeypatch):
 
 
 @both
-def test_an_encoder_embeds_by_equation_4_over_states_of_each_text_alone(backbone):
+def test_an_encoder_embeds_by_equation_4_over_states_of_each_text_alone_in_any_batches(backbone):
     encoder = crossed(backbone)
+    instructions = [*INSTRUCTIONS, None, "Only what was written after 2020, please, and nothing at all by vendors."]
+    queries = [*QUERIES, QUERIES[0], "short"]
     plain = AutoModel.from_pretrained(backbone).eval()
 
     def states(text):
@@ -118,23 +120,14 @@ def test_an_encoder_embeds_by_equation_4_over_states_of_each_text_alone(backbone
 
     expected = [
         equation_4(states(i) if i else None, states(q), encoder.interaction.parameters(), encoder.pooling)
-        for i, q in zip([*INSTRUCTIONS, None], [*QUERIES, QUERIES[0]], strict=True)
+        for i, q in zip(instructions, queries, strict=True)
     ]
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
-    found = encoder.encode_queries([*QUERIES, QUERIES[0]], [*INSTRUCTIONS, None])
-    np.testing.assert_allclose(found, expected, atol=2e-6)
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
-
-
-@both
-def test_neither_batching_nor_the_other_pairs_change_an_embedding(backbone):
-    encoder = crossed(backbone)
-    instructions = [*INSTRUCTIONS, None, "Only what was written after 2020, please, and nothing at all by vendors."]
-    queries = [*QUERIES, QUERIES[0], "short"]
-    together = encoder.encode_queries(queries, instructions)
-    np.testing.assert_allclose(encoder.encode_queries(queries, instructions, batch_tokens=40), together, atol=2e-6)
+    for batch_tokens in (None, 40):
+        found = encoder.encode_queries(queries, instructions, batch_tokens=batch_tokens)
+        np.testing.assert_allclose(found, expected, atol=2e-6)
     alone = [encoder.encode_queries([q], [i])[0] for q, i in zip(queries, instructions, strict=True)]
-    np.testing.assert_allclose(alone, together, atol=2e-6)
+    np.testing.assert_allclose(alone, expected, atol=2e-6)
 
 
 TEXTS = st.lists(st.integers(1, 4), max_size=6)

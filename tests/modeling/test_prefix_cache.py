@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModel
@@ -13,7 +12,7 @@ from transformers import AutoModel
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.prefix_cache import PrefixCache, obstacle
 from infembed_ray.modeling.tokenizer import Tokens
-from tests.modeling.backbones import DECODERS
+from tests.modeling.backbones import DECODERS, alone
 
 INSTRUCTIONS = [
     None,
@@ -42,18 +41,6 @@ def qwen2(backbone_path):
     return InstructionEncoder.from_pretrained(backbone_path("qwen2"), pooling="last")
 
 
-def one_by_one(encoder, sequences):
-    """Unit vectors by a fresh transformers model: no packing, no padding, no cache."""
-    model = AutoModel.from_pretrained(encoder.source, attn_implementation="eager").eval()
-    vectors = []
-    for tokens in sequences:
-        with torch.no_grad():
-            states = model(torch.tensor([tokens.ids])).last_hidden_state[0]
-        pooled = states[-1] if encoder.pooling == "last" else states.mean(dim=0)
-        vectors.append(torch.nn.functional.normalize(pooled, dim=0))
-    return torch.stack(vectors).numpy()
-
-
 def all_texts(encoder):
     pairs = [(query, instruction) for query in QUERIES for instruction in INSTRUCTIONS]
     queries = encoder.tokenize_queries(*map(list, zip(*pairs, strict=True)))
@@ -75,13 +62,13 @@ def computed(encoder, run):
 def test_a_mixed_batch_gives_the_embeddings_of_each_text_alone(encoder):
     sequences = all_texts(encoder)
     assert {t.instruction > 0 for t in sequences} == {True, False}
-    expected = one_by_one(encoder, sequences)
+    expected = alone(encoder, sequences)
     cache = PrefixCache(encoder, MIB)
     np.testing.assert_allclose(cache.embed(sequences), expected, atol=1e-5)  # cold
     np.testing.assert_allclose(cache.embed(sequences), expected, atol=1e-5)  # warm
     np.testing.assert_allclose(cache.embed(sequences[::-1], batch_tokens=40), expected[::-1], atol=1e-5)
-    alone = np.concatenate([cache.embed([tokens]) for tokens in sequences])
-    np.testing.assert_allclose(alone, expected, atol=1e-5)
+    each = np.concatenate([cache.embed([tokens]) for tokens in sequences])
+    np.testing.assert_allclose(each, expected, atol=1e-5)
 
 
 @settings(max_examples=25)

@@ -7,11 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
@@ -24,7 +20,6 @@ NURSES = Query("1", "how is aspirin dosed", "for nurses")
 PLAIN = Query("2", "what is bread")
 PASSAGES = ["aspirin is a drug", "bread is baked from flour and water " * 4, "", "no brand names, in plain words " * 2]
 PAIRS = [(query, passage) for query in (NURSES, PLAIN) for passage in PASSAGES]
-MONOT5 = baselines.resolve("monot5", "monot5-base")
 PROMPT = "Query: {query}\nDocument: {passage}\nRelevant:"
 
 

@@ -1,4 +1,3 @@
-import asyncio
 import json
 import math
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ def dcg(ranks: Sequence[int]) -> float:
     return sum(1 / math.log2(rank + 1) for rank in ranks if rank <= 10)
 
 
-def test_figures_equal_those_by_hand() -> None:
+async def test_figures_equal_those_by_hand() -> None:
     searcher = Rankings(
         {
             ("a", "for doctors"): ["x", "1", "y", "2"],
@@ -54,21 +53,21 @@ def test_figures_equal_those_by_hand() -> None:
         ),
         Probe(query="b", relevant=["3"]),
     ]
-    figures = asyncio.run(probe(searcher.search, probes))
+    figures = await probe(searcher.search, probes)
     ndcg = [dcg([2, 4]) / dcg([1, 2]), 1.0, 0.0]
     assert figures.ndcg == pytest.approx(100 * sum(ndcg) / 3)
     assert figures.p_mrr == pytest.approx(100 * (1 - 2 / 9))  # passage 1 fell from rank 2 to 9
 
 
-def test_without_changed_instructions_there_is_no_p_mrr() -> None:
+async def test_without_changed_instructions_there_is_no_p_mrr() -> None:
     searcher = Rankings({(f"q{n}", None): ["1"] for n in range(70)})
-    figures = asyncio.run(probe(searcher.search, [Probe(query=f"q{n}", relevant=["1"]) for n in range(70)]))
+    figures = await probe(searcher.search, [Probe(query=f"q{n}", relevant=["1"]) for n in range(70)])
     assert figures == (pytest.approx(100), None)
     assert searcher.calls == 70
 
 
-def test_an_empty_answer_counts_as_nothing_found() -> None:
-    figures = asyncio.run(probe(Rankings({("a", None): []}).search, [Probe(query="a", relevant=["1"])]))
+async def test_an_empty_answer_counts_as_nothing_found() -> None:
+    figures = await probe(Rankings({("a", None): []}).search, [Probe(query="a", relevant=["1"])])
     assert figures == (0.0, None)
 
 

@@ -1,6 +1,5 @@
 """The replicas' own logic, and shards on several nodes; `test_distributed` runs all replicas in Serve."""
 
-import asyncio
 import logging
 import math
 import pickle
@@ -53,15 +52,15 @@ def encoder_replica(engine: Any) -> Any:
     return encoder
 
 
-def test_requests_of_one_call_are_embedded_separately() -> None:
+async def test_requests_of_one_call_are_embedded_separately() -> None:
     engine = Engine()
     items = [EncoderInputs(["a", "bb"], [None, "I"]), EncoderInputs(["ccc", "d"], None)]
-    answers = asyncio.run(encoder_replica(engine).embed_many(items, 1.0))
+    answers = await encoder_replica(engine).embed_many(items, 1.0)
     assert engine.calls == items  # otherwise they would share one place in its queue
     assert [answer.vectors.ravel().tolist() for answer in answers] == [[1, 2], [3, 1]]
 
 
-def test_an_error_that_cannot_be_unpickled_becomes_its_message(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_that_cannot_be_unpickled_becomes_its_message(caplog: pytest.LogCaptureFixture) -> None:
     class OnlyHere(Exception):
         def __init__(self, one: int, other: int) -> None:  # does not survive pickling
             super().__init__("both")
@@ -73,7 +72,7 @@ def test_an_error_that_cannot_be_unpickled_becomes_its_message(caplog: pytest.Lo
             return await super().embed(texts, *rest)
 
     items = [EncoderInputs(["a"], None), EncoderInputs(["bb"], [None])]
-    fault, well = asyncio.run(encoder_replica(Faulty()).embed_many(items, 1.0))
+    fault, well = await encoder_replica(Faulty()).embed_many(items, 1.0)
     assert type(fault) is RuntimeError
     assert str(pickle.loads(pickle.dumps(fault))) == "OnlyHere: both"
     assert well.vectors.tolist() == [[2]]
@@ -124,7 +123,7 @@ def shard_replica(folder: Folder, number: int, cache: Path, monkeypatch: pytest.
     return ShardSearch(IndexArguments(index=folder.uri, version="v1", settings=SETTINGS), number)
 
 
-def test_a_replica_reads_only_its_own_shard_in_blocks_and_a_second_start_reads_none(
+async def test_a_replica_reads_only_its_own_shard_in_blocks_and_a_second_start_reads_none(
     stored: Folder, requests: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_files, "BLOCK", 4096)
@@ -134,8 +133,8 @@ def test_a_replica_reads_only_its_own_shard_in_blocks_and_a_second_start_reads_n
     monkeypatch.setattr(ShardFacts, "from_json", lambda values: replace(facts, checksums=measured, name=values["name"]))
     requests.clear()
     replica = shard_replica(stored, 1, tmp_path / "cache", monkeypatch)
-    answer = asyncio.run(replica.document("p1"))
-    assert (answer.text, asyncio.run(replica.document("p0"))) == ("text 1", None)
+    answer = await replica.document("p1")
+    assert (answer.text, await replica.document("p0")) == ("text 1", None)
     read = Counter(request for request in requests if request.startswith("GET") and "/shard-" in request)
     path = stored.base.removeprefix("s3:/")
     assert read == {f"GET {path}/{facts.name}/{name}": count for name, count in blocks.items()}

@@ -119,20 +119,12 @@ class ByLength(PairScorer):
         return np.array([np.nan if "broken" in pair else len(pair) for pair in pairs], dtype=np.float32)
 
 
-def engine(scorer: ByLength, **settings: int) -> RerankEngine:
-    return RerankEngine(scorer, **settings)
-
-
-def test_concurrent_searches_get_their_own_scores_in_batches_of_tokens() -> None:
-    made = engine(scorer := ByLength(), batch_tokens=64)
-
-    async def run() -> list[np.ndarray]:
-        return await asyncio.gather(
-            *(made.score("q" * n, None, [f"{'x' * m}" for m in range(1, 9)], 10) for n in range(1, 9)),
-            made.score("q", "i", [], 10),
-        )
-
-    *scores, none = asyncio.run(run())
+async def test_concurrent_searches_get_their_own_scores_in_batches_of_tokens() -> None:
+    made = RerankEngine(scorer := ByLength(), batch_tokens=64)
+    *scores, none = await asyncio.gather(
+        *(made.score("q" * n, None, [f"{'x' * m}" for m in range(1, 9)], 10) for n in range(1, 9)),
+        made.score("q", "i", [], 10),
+    )
     for n, own in enumerate(scores, start=1):
         np.testing.assert_array_equal(own, [n + 1 + m for m in range(1, 9)])
         assert own.dtype == np.float32
@@ -142,38 +134,30 @@ def test_concurrent_searches_get_their_own_scores_in_batches_of_tokens() -> None
     assert made.batching.counters.texts == 64
 
 
-def test_a_score_that_is_not_finite_fails_only_its_own_search() -> None:
-    made = engine(ByLength())
-
-    async def run() -> list[np.ndarray | BaseException]:
-        calls = (made.score("q", None, ["fine", "also"], 10), made.score("q", None, ["broken", "fine"], 10))
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    fine, broken = asyncio.run(run())
+async def test_a_score_that_is_not_finite_fails_only_its_own_search() -> None:
+    made = RerankEngine(ByLength())
+    calls = (made.score("q", None, ["fine", "also"], 10), made.score("q", None, ["broken", "fine"], 10))
+    fine, broken = await asyncio.gather(*calls, return_exceptions=True)
     np.testing.assert_array_equal(fine, [6, 6])
     assert isinstance(broken, ValueError)
     assert "not finite" in str(broken)
 
 
-def test_a_late_search_is_dropped() -> None:
-    made = engine(scorer := ByLength(), batch_tokens=96)
+async def test_a_late_search_is_dropped() -> None:
+    made = RerankEngine(scorer := ByLength(), batch_tokens=96)
     scorer.open.clear()
-
-    async def run() -> list[np.ndarray | BaseException]:
-        first = asyncio.ensure_future(made.score("q", None, ["a" * 40] * 2, 60))
-        while not scorer.busy.is_set():  # the model is held
-            await asyncio.sleep(0.01)
-        late = asyncio.ensure_future(made.score("q", None, ["b" * 40], 0.5))
-        filling = [asyncio.ensure_future(made.score("q", None, ["c" * 40], 60)) for _ in range(7)]
-        while made.batching.waiting < 8:
-            await asyncio.sleep(0.01)
-        await asyncio.wait([late])
-        scorer.open.set()
-        return await asyncio.gather(first, late, *filling, return_exceptions=True)
-
-    first, late, *others = asyncio.run(run())
-    np.testing.assert_array_equal(first, [42, 42])
-    assert isinstance(late, DeadlineExceeded)
-    assert [list(other) for other in others] == [[42]] * 7  # type: ignore[arg-type]
+    first = asyncio.ensure_future(made.score("q", None, ["a" * 40] * 2, 60))
+    while not scorer.busy.is_set():  # the model is held
+        await asyncio.sleep(0.01)
+    late = asyncio.ensure_future(made.score("q", None, ["b" * 40], 0.5))
+    filling = [asyncio.ensure_future(made.score("q", None, ["c" * 40], 60)) for _ in range(7)]
+    while made.batching.waiting < 8:
+        await asyncio.sleep(0.01)
+    await asyncio.wait([late])
+    scorer.open.set()
+    np.testing.assert_array_equal(await first, [42, 42])
+    with pytest.raises(DeadlineExceeded):
+        await late
+    assert [list(other) for other in await asyncio.gather(*filling)] == [[42]] * 7
     assert made.batching.counters.expired == 1
     assert len(scorer.batches) == 5  # two pairs each; the late one is in none

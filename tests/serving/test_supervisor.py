@@ -46,32 +46,28 @@ def supervised(monkeypatch: pytest.MonkeyPatch, fault: str | None) -> tuple[Supe
     return made, compared, switched
 
 
-def test_all_who_ask_get_one_verdict_and_a_worse_release_is_taken_back(
+async def test_all_who_ask_get_one_verdict_and_a_worse_release_is_taken_back(
     releases: tuple[ReleaseSpec, ReleaseSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, compared, switched = supervised(monkeypatch, "worse")
-
-    async def ask(times: int) -> list[str | None]:
-        return list(await asyncio.gather(*(made.verdict(*releases) for _ in range(times))))
-
-    assert asyncio.run(ask(3)) == ["worse"] * 3
+    assert await asyncio.gather(*(made.verdict(*releases) for _ in range(3))) == ["worse"] * 3
     assert compared == [releases]
     assert switched == [releases[0]]
-    assert asyncio.run(ask(1)) == ["worse"]  # asked again, it is probed again
+    assert await made.verdict(*releases) == "worse"  # asked again, it is probed again
     assert len(compared) == 2
 
 
-def test_a_good_release_and_one_without_probes_may_replace_the_current_one(
+async def test_a_good_release_and_one_without_probes_may_replace_the_current_one(
     releases: tuple[ReleaseSpec, ReleaseSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, compared, switched = supervised(monkeypatch, None)
-    assert asyncio.run(made.verdict(*releases)) is None
-    assert asyncio.run(made.verdict(releases[1], releases[0])) is None
+    assert await made.verdict(*releases) is None
+    assert await made.verdict(releases[1], releases[0]) is None
     assert (len(compared), switched) == (1, [])
 
 
 @pytest.mark.parametrize("fault", [None, "worse"])
-def test_an_ingress_replica_switches_only_to_a_release_that_passes(
+async def test_an_ingress_replica_switches_only_to_a_release_that_passes(
     fault: str | None, releases: tuple[ReleaseSpec, ReleaseSpec], caplog: pytest.LogCaptureFixture
 ) -> None:
     replica: Any = Ingress.__mro__[1]  # without Serve's wrapper
@@ -87,9 +83,9 @@ def test_an_ingress_replica_switches_only_to_a_release_that_passes(
         return answer
 
     ingress._supervisor = verdict
-    asyncio.run(ingress._switch_to(current, {}))
+    await ingress._switch_to(current, {})
     assert (ingress._served, len(answers)) == ((current, {}), 2)  # the first release has nothing to compare with
-    asyncio.run(ingress._switch_to(new, {}))
+    await ingress._switch_to(new, {})
     assert ingress._served == (current if fault else new, {})
     assert ("the new release is not served: worse" in caplog.text) == (fault is not None)
 
