@@ -311,7 +311,7 @@ def test_failures_in_a_row_stop_the_run_and_single_ones_do_not(kept, tmp_path):
         engine = Slow()
         kept.save(engine, Progress(step))
         engine.finish(error)
-        kept.settle()
+        kept.commit(wait=True)
     assert [message.split(":")[0] for message in warnings(tmp_path)] == [
         f"the checkpoint of step {step} was not saved" for step in (1, 3)
     ]
