@@ -24,6 +24,7 @@ from infembed_ray.llm.journal_store import (
 )
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.storage.object_store import SCRATCH, Folder
+from infembed_ray.storage.places import read_text
 from tests.support import faulty_store
 from tests.support.chat import completion, request
 from tests.support.waiting import wait_until
@@ -57,7 +58,9 @@ def answered(journal: Journal, texts: Iterable[str]) -> str:
 
 
 def uploaded(folder: Folder) -> bytes:
-    return b"".join((folder.read(name) or "").encode() for name in sorted(folder.entries()) if name.endswith(".jsonl"))
+    return b"".join(
+        (read_text(folder / name) or "").encode() for name in sorted(folder.entries()) if name.endswith(".jsonl")
+    )
 
 
 def test_another_node_reads_what_a_closed_journal_holds(

@@ -25,6 +25,7 @@ from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.progress import say
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder, is_uri
+from infembed_ray.storage.places import read_text
 from infembed_ray.storage.steps import STATES
 from infembed_ray.telemetry import report
 from infembed_ray.training.checkpoints.checkpoint import MARKER, Checkpoint, Course, Progress, is_tag, step_of
@@ -83,7 +84,7 @@ class CheckpointManager:
         if self._remote is not None:
             folder = self._remote / STATES
             for tag in {name.split("/")[0] for name in folder.entries() if is_tag(name)}:
-                markers[tag] = markers.get(tag) or folder.read(f"{tag}/{MARKER}")
+                markers[tag] = markers.get(tag) or read_text(folder / tag / MARKER)
         checkpoints = [(tag, Checkpoint.parse(tag, marker)) for tag, marker in markers.items()]
         return sorted(checkpoints, key=lambda c: (step_of(c[0]), c[1] is not None, c[0]), reverse=True)
 
