@@ -110,7 +110,7 @@ def run(settings: SynthesizeSettings) -> Published:
         staging.counts = outputs.counts()
         staging.facts |= {**outputs.facts(), "traffic": stats.facts()}
         ended = sum(staging.counts[kind] for kind in ("kept", "rejected", "dead_letter"))
-        assert ended == job.survey.seeds, f"{ended} of {job.survey.seeds} seeds came out"
+        assert ended == job.number, f"{ended} of {job.number} seeds came out"
         outputs.require_few_dead_letters(settings.max_dead_letters)
         if not staging.counts["kept"]:
             raise InputError(nothing_kept(staging, outputs.first_failure))
@@ -131,9 +131,7 @@ def _ask_in_batches(job: Job, spent_usd: float) -> BatchReport:
     async def ask() -> BatchReport:
         journal = open_journal(job.journal, job.replay)
         try:
-            return await batch_api.answer_in_batches(
-                job.seeds, job.survey.pool, job.settings, journal, directory, spent_usd
-            )
+            return await batch_api.answer_in_batches(job.seeds, job.pool, job.settings, journal, directory, spent_usd)
         finally:
             journal.close()
 
@@ -143,7 +141,7 @@ def _ask_in_batches(job: Job, spent_usd: float) -> BatchReport:
 def _run_rows(job: Job, step: Step, outputs: Outputs, spent_usd: float) -> LedgerStats:
     """Run all rows and write their outputs; return the state at the end; InputError if some rows were not finished."""
     connect()
-    unfinished, seeds = 0, job.survey.seeds
+    unfinished, seeds = 0, job.number
     budget_usd = job.settings.limits.budget_usd
     tasks = (step.root / f".{step.identity}.seeds.arrow").absolute()
     with _coordinator(job, tasks, step.identity, spent_usd) as coordinator:
@@ -238,10 +236,10 @@ def _rate_limiter(settings: SynthesizeSettings, coordinator: Any) -> RateLimiter
 def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outcome | None]]:
     """Yield (index, outcome) of all seeds, written to `file`, as they complete; None where a seed was not finished."""
     settings = job.settings
-    rows = max(1, min(ROWS_PER_TASK, settings.in_flight // 2, job.survey.seeds // (TASKS_PER_ACTOR * settings.actors)))
+    rows = max(1, min(ROWS_PER_TASK, settings.in_flight // 2, job.number // (TASKS_PER_ACTOR * settings.actors)))
     tasks = write_tasks(file, job.seeds, rows, settings.actors)
     driver = this_process()
-    shared = ray.put((job.survey.pool, job.left_out))
+    shared = ray.put((job.pool, job.left_out))
 
     def branch(partition: str) -> ray.data.Dataset:
         numbers = tasks[partition]
