@@ -35,7 +35,7 @@ from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.llm import budget, prices
 from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import ChatClient, run_in_thread
-from infembed_ray.llm.driver_watch import RAY_ENVIRONMENT, DriverWatch, Process, this_process
+from infembed_ray.llm.driver_watch import CAN_WATCH, RAY_ENVIRONMENT, DriverWatch
 from infembed_ray.llm.journal_store import open_journal, settle, wait_for_writers
 from infembed_ray.llm.ledger import Grant, LeaseReport, Ledger, LedgerStats, RateLimiter
 from infembed_ray.progress import Advance, say, track
@@ -238,7 +238,9 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
     settings = job.settings
     rows = max(1, min(ROWS_PER_TASK, settings.in_flight // 2, job.number // (TASKS_PER_ACTOR * settings.actors)))
     tasks = write_tasks(file, job.seeds, rows, settings.actors)
-    driver = this_process()
+    # A cluster that another process started outlives this one.
+    drains = CAN_WATCH and not os.environ.get("RAY_ADDRESS")
+    driver = (ray.get_runtime_context().get_node_id(), os.getpid()) if drains else None
     shared = ray.put((job.pool, job.left_out))
 
     def branch(partition: str) -> ray.data.Dataset:
@@ -255,7 +257,7 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
             num_cpus=CPUS_PER_ACTOR,
             **ray_compat.RETRIES,
             # Only actors that drain need it (module `driver_watch`): an environment of its own costs an actor a new process.
-            **({"runtime_env": {"env_vars": RAY_ENVIRONMENT}} if driver and not os.environ.get("RAY_ADDRESS") else {}),
+            **({"runtime_env": {"env_vars": RAY_ENVIRONMENT}} if driver else {}),
         )
 
     first, *others = map(branch, tasks)
@@ -281,7 +283,7 @@ class _Synthesizer:
         journal: Place,
         replay: Sequence[str],
         coordinator: Any,
-        driver: Process | None,
+        driver: tuple[str, int] | None,
     ) -> None:
         self._settings = settings
         self._coordinator = coordinator
@@ -294,7 +296,9 @@ class _Synthesizer:
         self._client = ChatClient(settings.endpoint, self._journal, self._limiter, table)
         self._breaker = CircuitBreaker(settings)
         self._complete = self._breaker.watch(leaving_out(self._client.complete, left_out))
-        self._driver = DriverWatch(driver, self._limiter, self._client, self._journal)
+        node, process = driver or ("", None)
+        watched = process if node == ray.get_runtime_context().get_node_id() else None
+        self._driver = DriverWatch(watched, self._limiter, self._client, self._journal)
         self._rows = asyncio.Semaphore(settings.in_flight * ROWS_PER_SLOT)
         self._running = 0
         gc.freeze()  # exempts the imported modules
