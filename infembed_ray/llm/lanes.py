@@ -152,14 +152,9 @@ class Lane:
             self.longest = max(self.longest, 2 * completion.completion_tokens)
         return exceeds
 
-    @property
-    def full(self) -> bool:
-        """Whether another request would have to wait."""
-        return self.in_flight >= self.limit or bool(self._waiting)
-
     async def enter(self) -> None:
         """Wait until a request is counted as in flight. The caller must `leave` afterwards."""
-        if not self.full:
+        if self.in_flight < self.limit and not self._waiting:
             self.in_flight += 1
             return
         begun = asyncio.get_running_loop().create_future()
