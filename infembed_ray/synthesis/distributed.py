@@ -316,7 +316,6 @@ class _Synthesizer:
             self._running -= 1
         if not self._running:
             await self._client.close()  # an actor does not know which task is its last
-            await asyncio.to_thread(self._journal.flush)
         return pa.Table.from_pylist(results, schema=_RESULTS)
 
     async def _results(self, numbers: list[int]) -> list[dict[str, Any]]:
