@@ -19,7 +19,6 @@ from infembed_ray.errors import InputError
 from infembed_ray.llm.chat import Completion
 from infembed_ray.llm.journal import decode, has_writer, segments, short
 from infembed_ray.llm.journal_store import COPIES, copy_objects, directory_of, sources, upload_leftovers
-from infembed_ray.llm.ledger import Ledger
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.progress import counted, say
 from infembed_ray.storage.leases import lease
@@ -39,11 +38,6 @@ def held(limits: Limits, journal: Place) -> AbstractContextManager[object]:
         InputError: another run spends it.
     """
     return nullcontext() if limits.budget_usd is None else lease(journal, "budget", "journal", journal)
-
-
-def ledger(limits: Limits, spent_usd: float, journal: Place) -> Ledger:
-    """Return a ledger that writes what it grants of a budget beside the journal first."""
-    return Ledger(limits, spent_usd, note=lambda usd: note_at_most(journal, usd))
 
 
 def note_at_most(journal: Place, usd: float) -> None:
