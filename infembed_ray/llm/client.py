@@ -170,14 +170,14 @@ class ChatClient:
             self._transport = Transport()
         body = lane.dialect.encoded(request)
         try:
-            response = await self._transport.post(self._route.target(request.model), body)
+            response = await self._transport.post(self._route.target, body)
         except (asyncio.TimeoutError, aiohttp.ClientError, OSError) as error:
             unreadable = isinstance(error, aiohttp.ClientPayloadError)
             self._reached |= unreadable
             fault = f"{'unreadable response' if unreadable else 'connection failed'}: {one_line(error) or repr(error)}"
             if isinstance(error, asyncio.TimeoutError):
                 fault = f"no answer within {self._endpoint.timeout_s:g} s"
-            raise Unanswered(f"{fault} [{with_proxy(str(self._route.target(request.model).url))}]") from error
+            raise Unanswered(f"{fault} [{with_proxy(str(self._route.target.url))}]") from error
         self._reached = True
         status, refusal = response.status, response.body
         if 200 <= status < 300:

@@ -44,8 +44,7 @@ class Dialect:
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
-        official = endpoint.base_url.startswith(OPENAI) or endpoint.api_version is not None
-        self._caps = [CAP] if official else [CAP, MAX_TOKENS]
+        self._caps = [CAP] if endpoint.base_url.startswith(OPENAI) else [CAP, MAX_TOKENS]
         self._refused: set[str] = set()
 
     def body(self, request: Request) -> dict[str, Any]:
