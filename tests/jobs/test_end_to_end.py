@@ -1,4 +1,4 @@
-"""The jobs of synthesize and serve, submitted with `ray job submit` to a real head with a token; chaos/test_pipeline_kills.py has all.
+"""The jobs of synthesize and serve, submitted with `ray job submit` to a real head with a token; test_no_shared_directory.py has all.
 
 A stage is then repeated in this process: it must find its output before it needs a cluster. The data are the bundled sample
 with its journal of responses.
