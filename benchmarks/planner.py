@@ -128,7 +128,8 @@ def planned(model: str, run: str, number: int) -> int:
     """Return the planner's peak bytes of a step."""
     from infembed_ray.planning.backbones import load
     from infembed_ray.planning.memory import ModelSize, saved_bytes
-    from infembed_ray.planning.train import dtype_of, tensor_memory
+    from infembed_ray.planning.train import tensor_memory
+    from infembed_ray.training.backbone import precision_of
 
     settings = settings_of(model, run)
     encoder = load(settings)
@@ -136,7 +137,7 @@ def planned(model: str, run: str, number: int) -> int:
     places = 2 * number * TOKENS  # of a step
     chunk = settings.grad_cache_tokens
     passes = places / chunk if chunk else 2
-    kept = saved_bytes(encoder, dtype_of(settings))
+    kept = saved_bytes(encoder, precision_of(settings))
     return round(tensor_memory(settings, size, kept, chunk or places, passes).total)
 
 

@@ -13,6 +13,7 @@ from infembed_ray.records import tables
 from infembed_ray.records.tables import SCENARIOS, Record
 from infembed_ray.storage.places import Place, errors_at, open_binary
 from infembed_ray.storage.steps import MANIFEST, read_manifest
+from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, STEPS
 
 Rows = list[dict[str, Any]]
 
@@ -24,21 +25,6 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 """Kind of text -> its columns in a record."""
 Section = dict[str, Any]
 
-STEPS = (
-    "seed",  # checks of its own texts
-    "instruction_positive",
-    "instruction_negative",
-    "query_negative",
-    "hard_negative_document_1",
-    "hard_negative_document_2",
-    "cheap_judge_negative_query",
-    "cheap_judge_negative_instruction",
-    "cheap_judge_positive",
-    "judge_negative_query",
-    "judge_negative_instruction",
-    "judge_positive",
-)
-"""Steps of synthesis that can lose a row, in order."""
 PAPER_MEANS = {"instruction": 35.57, "query": 8.06, "passage": 55.2}
 """Mean words of the published InF-IR set (paper, Table 1, columns Avg. I, Avg. Q, Avg. P)."""
 
@@ -136,7 +122,8 @@ def _steps(kept: int, records: RecordSet) -> list[Section]:
     reached = kept + rejected.total() + dead.total()
     flows = []
     lost = rejected.keys() | dead.keys()
-    steps = (step for step in STEPS if not step.startswith("cheap_judge_") or step in lost)
+    optional = {step for step in STEPS if step.startswith(CHEAP_JUDGE) or step.endswith("_complement")}
+    steps = (step for step in STEPS if step in lost or step not in optional)
     for step in (*steps, *sorted(lost - set(STEPS))):
         flow = {"step": step, "reached": reached, "rejected": rejected[step], "dead_letter": dead[step]}
         reached -= rejected[step] + dead[step]

@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from infembed_ray.analysis.agreement import Answers, cell
@@ -19,7 +20,7 @@ from infembed_ray.llm import budget, prices
 from infembed_ray.llm.chat import Complete, RowFailure, RunFailure
 from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.journal_store import open_journal
-from infembed_ray.llm.ledger import Grant, LeaseReport, RateLimiter
+from infembed_ray.llm.ledger import Grant, LeaseReport, Ledger, RateLimiter
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.progress import Advance, say, track
 from infembed_ray.records.files import raw_rows
@@ -162,7 +163,7 @@ async def _ask_all(rating: Rating, settings: AnalyzeSettings) -> tuple[dict[str,
     limits, raters = settings.agreement.limits, settings.agreement.raters
     journal = open_journal(rating.journal)
     spent = 0.0 if limits.budget_usd is None else budget.resume(rating.journal, rating.table)
-    ledger = budget.ledger(limits, spent, rating.journal)
+    ledger = Ledger(limits, spent, note=partial(budget.note_at_most, rating.journal))
 
     async def exchange(report: LeaseReport) -> Grant:
         return ledger.exchange(report)

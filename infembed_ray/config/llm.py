@@ -24,16 +24,12 @@ class Endpoint(Settings):
     """An OpenAI-compatible endpoint."""
 
     base_url: str = runtime_field(
-        "https://api.openai.com/v1", description="URL up to /v1; with api_version (Azure OpenAI), the resource's URL"
+        "https://api.openai.com/v1",
+        description="URL up to /v1; of Azure OpenAI https://RESOURCE.openai.azure.com/openai/v1, models by deployment",
     )
     api_key_env: str | None = runtime_field(
         "OPENAI_API_KEY",
         description="environment variable with the key, set on every node; null: the endpoint needs no key",
-    )
-    api_version: str | None = runtime_field(
-        None,
-        description="api-version of Azure OpenAI, for example 2024-10-21, whose deployments are named like their models; null: any "
-        "other endpoint",
     )
     timeout_s: float = runtime_field(120.0, gt=0, description="seconds until a request is abandoned and retried")
     max_retries: int = runtime_field(

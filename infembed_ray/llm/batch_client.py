@@ -126,21 +126,18 @@ def openai_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
     headers: dict[str, Any] = {"OpenAI-Organization": openai.Omit(), "OpenAI-Project": openai.Omit()}
     direct = {"http://": None, "https://": None} if proxy_of(endpoint.base_url) is None else None
     hooks: dict[str, Any] = {"request": [] if key else [_remove_key], "response": [_refuse_redirect]}
-    options: dict[str, Any] = {
-        "api_key": key or "none",  # the client insists on one
-        "http_client": openai.DefaultAsyncHttpxClient(event_hooks=hooks, mounts=direct),
-        "timeout": endpoint.timeout_s,
-        "max_retries": 0,  # a submission must not be repeated blindly
-        "default_headers": headers,
-    }
-    if endpoint.api_version is None:
-        return openai.AsyncOpenAI(base_url=endpoint.base_url, **options)
-    return openai.AsyncAzureOpenAI(azure_endpoint=endpoint.base_url, api_version=endpoint.api_version, **options)
+    return openai.AsyncOpenAI(
+        base_url=endpoint.base_url,
+        api_key=key or "none",  # the client insists on one
+        http_client=openai.DefaultAsyncHttpxClient(event_hooks=hooks, mounts=direct),
+        timeout=endpoint.timeout_s,
+        max_retries=0,  # a submission must not be repeated blindly
+        default_headers=headers,
+    )
 
 
 async def _remove_key(request: httpx2.Request) -> None:
-    for name in ("Authorization", "api-key"):
-        request.headers.pop(name, None)
+    request.headers.pop("Authorization", None)
 
 
 async def _refuse_redirect(response: httpx2.Response) -> None:

@@ -8,6 +8,7 @@ a run is active, and after a kill, instead `at_most_usd`: the most that may have
 
 import json
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +16,9 @@ from typing import Any
 
 from infembed_ray.config.llm import Limits
 from infembed_ray.errors import InputError
+from infembed_ray.llm.chat import Completion
 from infembed_ray.llm.journal import decode, has_writer, segments, short
 from infembed_ray.llm.journal_store import COPIES, copy_objects, directory_of, sources, upload_leftovers
-from infembed_ray.llm.ledger import Ledger
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.progress import counted, say
 from infembed_ray.storage.leases import lease
@@ -37,11 +38,6 @@ def held(limits: Limits, journal: Place) -> AbstractContextManager[object]:
         InputError: another run spends it.
     """
     return nullcontext() if limits.budget_usd is None else lease(journal, "budget", "journal", journal)
-
-
-def ledger(limits: Limits, spent_usd: float, journal: Place) -> Ledger:
-    """Return a ledger that writes what it grants of a budget beside the journal first."""
-    return Ledger(limits, spent_usd, note=lambda usd: note_at_most(journal, usd))
 
 
 def note_at_most(journal: Place, usd: float) -> None:
@@ -101,28 +97,21 @@ def _write_note(journal: Place, note: dict[str, Any]) -> None:
 
 
 def _journaled_usd(journal: Place, table: PriceTable) -> float:
-    spent, seen = 0.0, set[int]()
-    for segment in segments(sources(journal)):
-        with segment.open("rb") as lines:
-            for line in lines:
-                entry = decode(line)
-                if entry is None or short(entry[0]) in seen:
-                    continue
-                seen.add(short(entry[0]))
-                model = json.loads(line)["model"]
-                usd = table.usd(model, entry[1])
-                if usd is None and table.price(model) is None:
-                    raise InputError(
-                        f"journal={journal}: it holds answers of {model}, whose price is unknown, so what is left of "
-                        "limits.budget_usd is unknown; give its prices in a file and set prices=FILE"
-                    )
-                spent += usd or 0.0  # tokens that were not counted are in the note, at their worst case
+    spent = 0.0
+    for model, completion in JournalStats().read(sources(journal)):
+        usd = table.usd(model, completion)
+        if usd is None and table.price(model) is None:
+            raise InputError(
+                f"journal={journal}: it holds answers of {model}, whose price is unknown, so what is left of "
+                "limits.budget_usd is unknown; give its prices in a file and set prices=FILE"
+            )
+        spent += usd or 0.0  # tokens that were not counted are in the note, at their worst case
     return spent
 
 
 @dataclass
 class JournalStats:
-    """Contents of a journal. Tokens and calls leave out duplicates."""
+    """What a journal holds besides its entries, as far as it was read."""
 
     segments: int = 0
     size: int = 0
@@ -134,34 +123,26 @@ class JournalStats:
     """Segments whose last line has no end: cut short by a crash, or being written."""
     damaged: list[str] = field(default_factory=list)
     """`FILE:LINE` of every damaged line."""
-    calls: Counter[str] = field(default_factory=Counter)
-    """By the model's name at the endpoint, as are the tokens."""
-    prompt_tokens: Counter[str] = field(default_factory=Counter)
-    completion_tokens: Counter[str] = field(default_factory=Counter)
 
-
-def scan(journal: Path) -> JournalStats:
-    """Read all of a journal, a directory or a file."""
-    stats, seen = JournalStats(), set[int]()
-    for path in segments([journal]):
-        stats.segments += 1
-        with path.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                stats.size += len(line)
-                entry = decode(line)
-                if not line.endswith(b"\n"):
-                    stats.torn += 1
-                elif entry is None:
-                    stats.damaged.append(f"{path}:{number}")
-                elif short(entry[0]) in seen:
-                    stats.duplicates += 1
-                else:
-                    seen.add(short(entry[0]))
-                    stats.entries += 1
-                    stats.calls[entry[1].model] += 1
-                    stats.prompt_tokens[entry[1].model] += entry[1].prompt_tokens
-                    stats.completion_tokens[entry[1].model] += entry[1].completion_tokens
-    return stats
+    def read(self, journals: Sequence[Path]) -> Iterator[tuple[str, Completion]]:
+        """Yield the requested model and the completion of every entry of journals, directories or files."""
+        seen = set[int]()
+        for path in segments(journals):
+            self.segments += 1
+            with path.open("rb") as stream:
+                for number, line in enumerate(stream, start=1):
+                    self.size += len(line)
+                    entry = decode(line)
+                    if not line.endswith(b"\n"):
+                        self.torn += 1
+                    elif entry is None:
+                        self.damaged.append(f"{path}:{number}")
+                    elif short(entry[0]) in seen:
+                        self.duplicates += 1
+                    else:
+                        seen.add(short(entry[0]))
+                        self.entries += 1
+                        yield json.loads(line)["model"], entry[1]
 
 
 def run(action: str, journal: str) -> int:
@@ -183,11 +164,15 @@ def run(action: str, journal: str) -> int:
 
 def _stats(journal: Place) -> int:
     """Show what a journal holds, except what is being written to one in an object store."""
-    stats = scan(journal if isinstance(journal, Path) else copy_objects(journal) / COPIES)
+    stats, calls, tokens = JournalStats(), Counter[str](), Counter[tuple[str, str]]()
+    for _, completion in stats.read([journal if isinstance(journal, Path) else copy_objects(journal) / COPIES]):
+        calls[completion.model] += 1  # by the model's name at the endpoint
+        tokens[completion.model, "prompt"] += completion.prompt_tokens
+        tokens[completion.model, "completion"] += completion.completion_tokens
     say(f"{counted(stats.entries, 'entry', 'entries')}, {stats.size} bytes in {counted(stats.segments, 'segment')}")
-    for model, calls in stats.calls.most_common():
-        tokens = f"{stats.prompt_tokens[model]} prompt + {stats.completion_tokens[model]} completion tokens"
-        say(f"  {model}: {counted(calls, 'completion')}, {tokens}")
+    for model, number in calls.most_common():
+        used = f"{tokens[model, 'prompt']} prompt + {tokens[model, 'completion']} completion tokens"
+        say(f"  {model}: {counted(number, 'completion')}, {used}")
     torn, damaged = counted(stats.torn, "torn tail"), counted(len(stats.damaged), "damaged line")
     say(f"{counted(stats.duplicates, 'duplicate')}, {torn}, {damaged}")
     for place in stats.damaged[:SHOWN]:

@@ -151,23 +151,18 @@ class ChatClient:
 
     async def _enter(self, request: Request) -> tuple[Lane, Amounts]:
         """Wait until a request may be sent; return the lane, to be left afterwards, and the worst case."""
-        lane, entered = self._lanes[request.model], False
+        lane = self._lanes[request.model]
+        await lane.enter()
         try:
             while True:
                 learned = lane.added, lane.longest
                 cost = worst_case(request, self._table, *learned)
                 await self._limiter.enter(cost)
-                if learned == (lane.added, lane.longest) and (entered or not lane.full):
-                    if not entered:
-                        await lane.enter()
+                if learned == (lane.added, lane.longest):
                     return lane, cost
-                self._limiter.settle(cost, _UNSENT, time.monotonic())  # another model may use the slot meanwhile
-                if not entered:
-                    await lane.enter()
-                    entered = True
+                self._limiter.settle(cost, _UNSENT, time.monotonic())  # other answers showed a worse case meanwhile
         except RunFailure:
-            if entered:
-                lane.leave(limited=False)
+            lane.leave(limited=False)
             raise
 
     async def _attempt(self, lane: Lane, request: Request) -> Completion:
@@ -175,14 +170,14 @@ class ChatClient:
             self._transport = Transport()
         body = lane.dialect.encoded(request)
         try:
-            response = await self._transport.post(self._route.target(request.model), body)
+            response = await self._transport.post(self._route.target, body)
         except (asyncio.TimeoutError, aiohttp.ClientError, OSError) as error:
             unreadable = isinstance(error, aiohttp.ClientPayloadError)
             self._reached |= unreadable
             fault = f"{'unreadable response' if unreadable else 'connection failed'}: {one_line(error) or repr(error)}"
             if isinstance(error, asyncio.TimeoutError):
                 fault = f"no answer within {self._endpoint.timeout_s:g} s"
-            raise Unanswered(f"{fault} [{with_proxy(str(self._route.target(request.model).url))}]") from error
+            raise Unanswered(f"{fault} [{with_proxy(str(self._route.target.url))}]") from error
         self._reached = True
         status, refusal = response.status, response.body
         if 200 <= status < 300:

@@ -9,8 +9,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
 from infembed_ray import ray_compat
 from infembed_ray.llm.client import ChatClient
@@ -23,45 +21,28 @@ store for 60 s."""
 RAY_ENVIRONMENT = ray_compat.raylet_death_check(2 * DRAIN_S)
 """Environment of an actor that drains, so that Ray's check for a dead raylet comes after the drain."""
 
+CAN_WATCH = hasattr(os, "pidfd_open")
+"""Whether this system can watch a process: Linux."""
 _POLL_S = 0.01
-
-
-class Process(NamedTuple):
-    """A process that others on its machine can watch."""
-
-    namespace: str
-    """Boot id and pid namespace in which the process id is valid: each container has its own namespace."""
-    id: int
-
-
-def this_process() -> Process | None:
-    """Return this process; None where processes cannot be watched (not Linux, or a sandbox without pidfd)."""
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return Process(f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid())
-    except (AttributeError, OSError):
-        return None
 
 
 class DriverWatch:
     """Watches an actor's driver and drains the actor when it dies. Use it within the actor's event loop.
 
     Args:
-        driver: its `this_process`; watched only if it is in this process's namespace.
+        driver: its process id; None does not watch it.
         exit_process: ends the process without clean-up, which would wait for the dead cluster.
     """
 
     def __init__(
         self,
-        driver: Process | None,
+        driver: int | None,
         limiter: RateLimiter,
         client: ChatClient,
         journal: Journal,
         exit_process: Callable[[int], object] = os._exit,
     ) -> None:
-        here = this_process()
-        self._driver = driver.id if driver and here and driver.namespace == here.namespace else None
+        self._driver = driver
         self._limiter = limiter
         self._client = client
         self._journal = journal
@@ -76,20 +57,13 @@ class DriverWatch:
     def watch(self) -> None:
         """Start watching; further calls have no effect."""
         driver, self._driver = self._driver, None
-        if driver is None:
-            return
-        try:
-            process = os.pidfd_open(driver)
-        except ProcessLookupError:
-            self._start_draining()
-        except OSError:  # the kernel or the sandbox has no pidfd
-            return
-        else:
-            asyncio.get_running_loop().add_reader(process, self._start_draining, process)
+        with contextlib.suppress(OSError):  # no such process, or a sandbox without pidfd
+            if driver is not None:
+                process = os.pidfd_open(driver)
+                asyncio.get_running_loop().add_reader(process, self._start_draining, process)
 
-    def _start_draining(self, process: int | None = None) -> None:
-        if process is not None:
-            asyncio.get_running_loop().remove_reader(process)
+    def _start_draining(self, process: int) -> None:
+        asyncio.get_running_loop().remove_reader(process)
         self._limiter.fail("the driver was killed")
         self._draining = asyncio.create_task(self._drain())
 

@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -89,15 +90,13 @@ class Route:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self._targets: dict[str, Target] = {}
 
-    def target(self, model: str) -> Target:
-        """Return where requests to a model go; RunFailure if the environment variable with the key is not set."""
-        if model not in self._targets:
-            url = _url(self.endpoint, model)
-            headers = {"Content-Type": "application/json", **authorization(self.endpoint)}
-            self._targets[model] = Target(url, headers, proxy_of(url), self.endpoint.timeout_s)
-        return self._targets[model]
+    @cached_property
+    def target(self) -> Target:
+        """Where requests go; RunFailure if the environment variable with the key is not set."""
+        url = f"{self.endpoint.base_url.rstrip('/')}/{PATH}"
+        headers = {"Content-Type": "application/json", **authorization(self.endpoint)}
+        return Target(url, headers, proxy_of(url), self.endpoint.timeout_s)
 
     def failure(self, request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Exception:
         """Return what an HTTP error means: Unanswered (retry), RowFailure or RunFailure."""
@@ -125,7 +124,7 @@ class Route:
         """Return what a response says, with its status and address, without the key that some gateways echo."""
         for secret in authorization(self.endpoint).values():
             body = body.replace(secret.removeprefix("Bearer ").encode(), b"***")
-        return f"HTTP {status}: {error_message(body)[0]} [{with_proxy(str(self.target(request.model).url))}]"
+        return f"HTTP {status}: {error_message(body)[0]} [{with_proxy(str(self.target.url))}]"
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float:
@@ -160,15 +159,6 @@ def _wait_s(value: str, unit_s: float = 1.0) -> float | None:
                 seconds = (at if at.tzinfo else at.replace(tzinfo=timezone.utc)).timestamp() - time.time()
                 break
     return min(LONGEST_WAIT_S, max(0.0, seconds)) if math.isfinite(seconds) else None
-
-
-def _url(endpoint: Endpoint, model: str) -> str:
-    base = endpoint.base_url.rstrip("/")
-    if endpoint.api_version is None:
-        return f"{base}/{PATH}"
-    deployment = urllib.parse.quote(model, safe="")  # a deployment is named like its model
-    version = urllib.parse.quote(endpoint.api_version, safe="")
-    return f"{base}/openai/deployments/{deployment}/{PATH}?api-version={version}"
 
 
 def with_proxy(url: str) -> str:
@@ -219,9 +209,7 @@ def api_key(endpoint: Endpoint) -> str | None:
 def authorization(endpoint: Endpoint) -> dict[str, str]:
     """Return the header that carries the endpoint's key; raises as `api_key` does."""
     key = api_key(endpoint)
-    if key is None:
-        return {}
-    return {"Authorization": f"Bearer {key}"} if endpoint.api_version is None else {"api-key": key}
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 def missing_key_hint(endpoint: Endpoint) -> str:

@@ -135,9 +135,6 @@ class Journal:
             self._segment_number = self._number(path)
         return self._segment
 
-    def flush(self) -> None:
-        """Store what was appended where all nodes read it; a directory's segment is there."""
-
     def close(self) -> None:
         """Close the segment, whose lines are on disk already."""
         if self._segment is not None:

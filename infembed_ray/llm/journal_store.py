@@ -36,7 +36,6 @@ UPLOAD_BYTES = 32 << 20
 _DOWNLOADS = 8
 _POLL_S = 0.2
 _LONGEST_PAUSE_S = 10.0
-_LONGEST_FLUSH_S = 30.0
 _OBJECT = re.compile(r"(?P<segment>.+)\.(?P<offset>\d{15})\.jsonl")
 _StoreError = (OSError, ArrowException)
 
@@ -82,11 +81,6 @@ class StoredJournal(Journal):
         if self._uploads is None:
             self._uploads = _Uploads(self._files[self._segment_number].path, self._folder, self._upload_s, self._warn)
         return segment
-
-    def flush(self) -> None:
-        """Upload what was appended. Returns also if the store fails for long; the uploads are then repeated."""
-        if self._uploads is not None:
-            self._uploads.flush()
 
     def close(self) -> None:
         """Close the segment and upload the rest of it; InputError if the object store failed. The segment stays for the next run on this node."""
@@ -198,8 +192,8 @@ class _Uploads:
 
     def __init__(self, path: Path, folder: Folder, every_s: float, warn: Callable[[str], object]) -> None:
         self._path, self._folder, self._every_s, self._warn = path, folder, every_s, warn
-        self._end = self._flush_to = 0
-        """Bytes of the segment that are uploaded; bytes that must be uploaded at once."""
+        self._end = 0
+        """Bytes of the segment that are uploaded."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="journal uploads", daemon=True)
         self._thread.start()
@@ -209,18 +203,11 @@ class _Uploads:
         self._stopped.set()
         self._thread.join()
 
-    def flush(self) -> None:
-        """Upload what was appended; wait for it, but not for a store that fails for long."""
-        appended = self._flush_to = self._path.stat().st_size
-        deadline = time.monotonic() + _LONGEST_FLUSH_S
-        while self._end < appended and time.monotonic() < deadline:
-            time.sleep(_POLL_S / 10)
-
     def _run(self) -> None:
         uploaded = time.monotonic()
         with self._path.open("rb") as segment:
             while not self._stopped.wait(_POLL_S):
-                due = self._end < self._flush_to or time.monotonic() - uploaded >= self._every_s
+                due = time.monotonic() - uploaded >= self._every_s
                 waiting = os.fstat(segment.fileno()).st_size - self._end
                 if (due or waiting >= UPLOAD_BYTES) and (lines := _lines(segment, self._end)):
                     self._end = self._upload(lines, self._end)

@@ -44,8 +44,7 @@ class Dialect:
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
-        official = endpoint.base_url.startswith(OPENAI) or endpoint.api_version is not None
-        self._caps = [CAP] if official else [CAP, MAX_TOKENS]
+        self._caps = [CAP] if endpoint.base_url.startswith(OPENAI) else [CAP, MAX_TOKENS]
         self._refused: set[str] = set()
 
     def body(self, request: Request) -> dict[str, Any]:
@@ -152,14 +151,9 @@ class Lane:
             self.longest = max(self.longest, 2 * completion.completion_tokens)
         return exceeds
 
-    @property
-    def full(self) -> bool:
-        """Whether another request would have to wait."""
-        return self.in_flight >= self.limit or bool(self._waiting)
-
     async def enter(self) -> None:
         """Wait until a request is counted as in flight. The caller must `leave` afterwards."""
-        if not self.full:
+        if self.in_flight < self.limit and not self._waiting:
             self.in_flight += 1
             return
         begun = asyncio.get_running_loop().create_future()

@@ -41,6 +41,7 @@ from infembed_ray.records.tuples import TrainingRecord
 from infembed_ray.storage.dry_run import gib, require_space_of_workers, state
 from infembed_ray.storage.steps import STATES
 from infembed_ray.training import deepspeed_config, launch
+from infembed_ray.training.backbone import precision_of
 from infembed_ray.training.checkpoints.manager import KEEP_LAST, CheckpointManager
 from infembed_ray.training.collate import Batch, collate, drawn
 from infembed_ray.training.losses import Objective
@@ -132,7 +133,7 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
     repeated = settings.activation_checkpointing + (1 - 1 / work.passes if settings.grad_cache_tokens else 0.0)
     measured = measured_mfu(size.parameters, work.tokens / (work.passes if settings.grad_cache_tokens else 1))
     mfu, source = measured if settings.mfu is None else (settings.mfu, "as set")
-    seconds = work.flops * (1 + repeated / 3) / ((peak_flops(name, dtype_of(settings)) or math.inf) * mfu)
+    seconds = work.flops * (1 + repeated / 3) / ((peak_flops(name, precision_of(settings)) or math.inf) * mfu)
     hours, price = seconds * work.steps / 3600, settings.gpu_usd_per_hour
     return TrainPlan(
         model=settings.model,
@@ -174,17 +175,12 @@ def _step(
     settings: TrainSettings, encoder: InstructionEncoder, records: Sequence[TrainingRecord], number: int, cuda: bool
 ) -> tuple[StepWork, ModelSize, StepMemory]:
     """Count a worker's part of a step, and the memory of its tensors; arguments as of `step_work`."""
-    dtype = dtype_of(settings)
+    dtype = precision_of(settings)
     work = step_work(settings, encoder, torch.device("cuda" if cuda else "cpu"), dtype, records, number)
     size = ModelSize.of(encoder, settings)
     compiled = settings.zero_stage < 3 and encoder.train().compiles_on(torch.device("cuda" if cuda else "cpu"))
     saved = saved_bytes(encoder, dtype, compiled)
     return work, size, tensor_memory(settings, size, saved, work.graph_slots, work.passes)
-
-
-def dtype_of(settings: TrainSettings) -> torch.dtype:
-    """Return the type of the numbers of a step."""
-    return torch.bfloat16 if settings.precision == "bf16" else torch.float32
 
 
 def step_work(

@@ -119,7 +119,7 @@ class _StoreLease:
         """
         first: Version | None = None
         deadline = 0.0
-        while (version := self._folder.create(self._name, self._body())) is None:
+        while (version := self._folder.put(self._name, self._body())) is None:
             if (lease := self._folder.read_versioned(self._name)) is None:
                 continue  # just released
             text, held = lease
@@ -133,14 +133,14 @@ class _StoreLease:
                 raise InputError(_busy(self._setting, self._value, text))
             if time.monotonic() < deadline:
                 time.sleep(min(_POLL_S, SECONDS / 10))
-            elif (version := self._folder.replace(self._name, self._body(), held)) is not None:
+            elif (version := self._folder.put(self._name, self._body(), held)) is not None:
                 break
         self._version = version
 
     def _seconds_left(self, text: bytes, held: Version) -> float:
         """Return the time until a lease expires, by the store's clock."""
         probe = f"{self._name}.{secrets.token_hex(4)}"
-        self._folder.create(probe, b"")
+        self._folder.put(probe, b"")
         _, written = self._folder.read_versioned(probe) or (None, held)
         self._folder.delete(probe)
         age = (written.written or 0.0) - (held.written or 0.0)
@@ -154,7 +154,7 @@ class _StoreLease:
         """
         with self._renewing:
             if self._version is not None:
-                self._version = self._folder.replace(self._name, self._body(), self._version) or self._own()
+                self._version = self._folder.put(self._name, self._body(), self._version) or self._own()
             if self._version is None:
                 fault = f"another process took the lease over, which this one could not renew for {SECONDS:g} s"
                 remedy = "nothing is published; wait for the other process, then run again"

@@ -212,19 +212,9 @@ class Folder:
         below = system.get_file_info(filesystems.FileSelector(path, allow_not_found=True))
         return [info.base_name for info in below if info.type == filesystems.FileType.Directory]
 
-    def read(self, name: str) -> str | None:
-        """Read the text of an object; None if it does not exist."""
-        system, path = self.file_system()
-        try:
-            with system.open_input_stream(f"{path}/{name}") as stream:
-                return str(stream.read().decode("utf-8"))
-        except FileNotFoundError:
-            return None
-
     def write(self, name: str, text: str) -> None:
         """Write a small object."""
-        system, path = self.file_system()
-        with system.open_output_stream(f"{path}/{name}") as stream:
+        with self.open_output(name) as stream:
             stream.write(text.encode("utf-8"))
 
     def read_versioned(self, name: str) -> tuple[bytes, Version] | None:
@@ -246,27 +236,15 @@ class Folder:
         except FileNotFoundError:
             return None
 
-    def create(self, name: str, data: bytes) -> Version | None:
-        """Write a small object that must not exist yet, atomically.
+    def put(self, name: str, data: bytes, expected: Version | None = None) -> Version | None:
+        """Write a small object atomically, if its present version is `expected` (compare-and-swap); None expects no object.
 
         Args:
             data: bytes that no other writer writes, such as a random id: a writer whose reply was lost finds its own object.
 
         Returns:
-            The new version, or None: another writer has created the object.
+            The new version, or None: the object exists, has another version now, or is deleted.
         """
-        return self._put(name, data, None)
-
-    def replace(self, name: str, data: bytes, version: Version) -> Version | None:
-        """Replace one version of a small object (compare-and-swap), as `create`.
-
-        Returns:
-            The new version, or None: the object has another version now, or is deleted.
-        """
-        return self._put(name, data, version)
-
-    def _put(self, name: str, data: bytes, expected: Version | None) -> Version | None:
-        """Write an object whose present version is `expected`; None expects no object."""
         client, key = self._control(name)
         tokens = {} if expected is None else {"e_tag": expected.e_tag, "version": expected.version}
         mode = {token: value for token, value in tokens.items() if value is not None} or "create"

@@ -354,7 +354,7 @@ class Step:
                     _upload(staging, self.remote, before, still_held)
                 still_held()
                 manifest = (staging.path / MANIFEST).read_bytes()
-                if self.remote is not None and self.remote.create(MANIFEST, manifest) is None:
+                if self.remote is not None and self.remote.put(MANIFEST, manifest) is None:
                     fault = "another run has published this output"
                     remedy = f"that of this run stays in {staging.path}. Run again to use the published one"
                     raise InputError.of("output", self.remote, fault, remedy)
@@ -443,11 +443,11 @@ def require_writable(root: Place, name: str) -> None:
         return
     with errors_at(root, name):
         folder = probe.parent
-        first = folder.create(probe.name, b"1")
-        ignored = folder.create(probe.name, b"2") is not None
+        first = folder.put(probe.name, b"1")
+        ignored = folder.put(probe.name, b"2") is not None
         if first is not None and not ignored:
-            folder.replace(probe.name, b"3", first)
-            ignored = folder.replace(probe.name, b"4", first) is not None
+            folder.put(probe.name, b"3", first)
+            ignored = folder.put(probe.name, b"4", first) is not None
         folder.delete(probe.name)
     if ignored:
         fault = "this store ignores conditional writes (If-None-Match, If-Match), which keep two runs apart"

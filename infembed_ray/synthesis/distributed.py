@@ -35,7 +35,7 @@ from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.llm import budget, prices
 from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import ChatClient, run_in_thread
-from infembed_ray.llm.driver_watch import RAY_ENVIRONMENT, DriverWatch, Process, this_process
+from infembed_ray.llm.driver_watch import CAN_WATCH, RAY_ENVIRONMENT, DriverWatch
 from infembed_ray.llm.journal_store import open_journal, settle, wait_for_writers
 from infembed_ray.llm.ledger import Grant, LeaseReport, Ledger, LedgerStats, RateLimiter
 from infembed_ray.progress import Advance, say, track
@@ -110,7 +110,7 @@ def run(settings: SynthesizeSettings) -> Published:
         staging.counts = outputs.counts()
         staging.facts |= {**outputs.facts(), "traffic": stats.facts()}
         ended = sum(staging.counts[kind] for kind in ("kept", "rejected", "dead_letter"))
-        assert ended == job.survey.seeds, f"{ended} of {job.survey.seeds} seeds came out"
+        assert ended == job.number, f"{ended} of {job.number} seeds came out"
         outputs.require_few_dead_letters(settings.max_dead_letters)
         if not staging.counts["kept"]:
             raise InputError(nothing_kept(staging, outputs.first_failure))
@@ -131,9 +131,7 @@ def _ask_in_batches(job: Job, spent_usd: float) -> BatchReport:
     async def ask() -> BatchReport:
         journal = open_journal(job.journal, job.replay)
         try:
-            return await batch_api.answer_in_batches(
-                job.seeds, job.survey.pool, job.settings, journal, directory, spent_usd
-            )
+            return await batch_api.answer_in_batches(job.seeds, job.pool, job.settings, journal, directory, spent_usd)
         finally:
             journal.close()
 
@@ -143,7 +141,7 @@ def _ask_in_batches(job: Job, spent_usd: float) -> BatchReport:
 def _run_rows(job: Job, step: Step, outputs: Outputs, spent_usd: float) -> LedgerStats:
     """Run all rows and write their outputs; return the state at the end; InputError if some rows were not finished."""
     connect()
-    unfinished, seeds = 0, job.survey.seeds
+    unfinished, seeds = 0, job.number
     budget_usd = job.settings.limits.budget_usd
     tasks = (step.root / f".{step.identity}.seeds.arrow").absolute()
     with _coordinator(job, tasks, step.identity, spent_usd) as coordinator:
@@ -238,10 +236,12 @@ def _rate_limiter(settings: SynthesizeSettings, coordinator: Any) -> RateLimiter
 def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outcome | None]]:
     """Yield (index, outcome) of all seeds, written to `file`, as they complete; None where a seed was not finished."""
     settings = job.settings
-    rows = max(1, min(ROWS_PER_TASK, settings.in_flight // 2, job.survey.seeds // (TASKS_PER_ACTOR * settings.actors)))
+    rows = max(1, min(ROWS_PER_TASK, settings.in_flight // 2, job.number // (TASKS_PER_ACTOR * settings.actors)))
     tasks = write_tasks(file, job.seeds, rows, settings.actors)
-    driver = this_process()
-    shared = ray.put((job.survey.pool, job.left_out))
+    # A cluster that another process started outlives this one.
+    drains = CAN_WATCH and not os.environ.get("RAY_ADDRESS")
+    driver = (ray.get_runtime_context().get_node_id(), os.getpid()) if drains else None
+    shared = ray.put((job.pool, job.left_out))
 
     def branch(partition: str) -> ray.data.Dataset:
         numbers = tasks[partition]
@@ -257,7 +257,7 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
             num_cpus=CPUS_PER_ACTOR,
             ray_remote_args_fn=ray_compat.retries,
             # Only actors that drain need it (module `driver_watch`): an environment of its own costs an actor a new process.
-            **({"runtime_env": {"env_vars": RAY_ENVIRONMENT}} if driver and not os.environ.get("RAY_ADDRESS") else {}),
+            **({"runtime_env": {"env_vars": RAY_ENVIRONMENT}} if driver else {}),
         )
 
     first, *others = map(branch, tasks)
@@ -283,7 +283,7 @@ class _Synthesizer:
         journal: Place,
         replay: Sequence[str],
         coordinator: Any,
-        driver: Process | None,
+        driver: tuple[str, int] | None,
     ) -> None:
         self._settings = settings
         self._coordinator = coordinator
@@ -296,7 +296,9 @@ class _Synthesizer:
         self._client = ChatClient(settings.endpoint, self._journal, self._limiter, table)
         self._breaker = CircuitBreaker(settings)
         self._complete = self._breaker.watch(leaving_out(self._client.complete, left_out))
-        self._driver = DriverWatch(driver, self._limiter, self._client, self._journal)
+        node, process = driver or ("", None)
+        watched = process if node == ray.get_runtime_context().get_node_id() else None
+        self._driver = DriverWatch(watched, self._limiter, self._client, self._journal)
         self._rows = asyncio.Semaphore(settings.in_flight * ROWS_PER_SLOT)
         self._running = 0
         gc.freeze()  # exempts the imported modules
@@ -314,7 +316,6 @@ class _Synthesizer:
             self._running -= 1
         if not self._running:
             await self._client.close()  # an actor does not know which task is its last
-            await asyncio.to_thread(self._journal.flush)
         return pa.Table.from_pylist(results, schema=_RESULTS)
 
     async def _results(self, numbers: list[int]) -> list[dict[str, Any]]:

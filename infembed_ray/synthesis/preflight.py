@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -44,15 +43,6 @@ PROMPT_BYTES = 1200
 """Length of a prompt without the texts of its row, with an instruction and an example."""
 
 
-@dataclass(frozen=True)
-class SeedSurvey:
-    """What is known of the seeds before any request is sent."""
-
-    seeds: int
-    pool: Pool
-    """All distinct passages in seed order, or a sample of POOL_SIZE."""
-
-
 class SeedReader:
     """The seeds of a run. Each iteration reads the files again, in the same order, up to `settings.limit`."""
 
@@ -65,13 +55,16 @@ class SeedReader:
     def __iter__(self) -> Iterator[Seed]:
         return islice(self._all(), self._settings.limit)
 
-    def survey(self) -> SeedSurvey:
-        """Read all seeds once. Passages beyond the limit are in the pool too, so the judge's requests do not depend on it."""
+    def survey(self) -> tuple[int, Pool]:
+        """Read all seeds once; return their number, and all distinct passages in seed order, or a sample of POOL_SIZE.
+
+        Passages beyond the limit are in the pool too, so the judge's requests do not depend on it.
+        """
         count, pool = 0, _PassageSample(POOL_SIZE)
         for seed in self._all():
             count += 1
             pool.add(seed.passage, seed.query)
-        return SeedSurvey(min(count, self._settings.limit or count), pool.pool())
+        return min(count, self._settings.limit or count), pool.pool()
 
     def _all(self) -> Iterator[Seed]:
         settings = self._settings
@@ -108,7 +101,9 @@ class Job:
 
     settings: SynthesizeSettings
     seeds: Iterable[Seed]
-    survey: SeedSurvey
+    number: int
+    """Of the seeds."""
+    pool: Pool
     table: PriceTable
     journal: Place
     replay: Sequence[str]
@@ -129,9 +124,18 @@ class Job:
 
 
 def prepare(settings: SynthesizeSettings) -> tuple[SeedReader, PriceTable, Step]:
-    """Open the seeds and the prices, and identify the run; InputError if seeds, prices or prompts cannot be read, or the output cannot be written."""
-    seeds, table, _ = check_all(
-        lambda: SeedReader(settings), lambda: prices.load(settings.prices), lambda: templates.check(settings.prompts)
+    """Open the seeds and the prices, and identify the run.
+
+    Raises:
+        InputError: seeds, prices or prompts cannot be read, the output cannot be written, a step does not exist, or the limits
+            cannot be kept.
+    """
+    seeds, table, *_ = check_all(
+        lambda: SeedReader(settings),
+        lambda: prices.load(settings.prices),
+        lambda: templates.check(settings.prompts),
+        lambda: _check_steps(settings),
+        lambda: check_limits(settings.limits, models(settings), prices.load(settings.prices)),
     )
     named = {"seeds": seeds.path, "prompts": templates.DIRECTORY}
     if settings.prices is not None:
@@ -143,19 +147,13 @@ def prepare(settings: SynthesizeSettings) -> tuple[SeedReader, PriceTable, Step]
 
 def resolve(settings: SynthesizeSettings, seeds: SeedReader, table: PriceTable) -> Job:
     """Read the seeds once and locate the journals; InputError if seeds are bad, or a journal is missing."""
-    survey = seeds.survey()
     replay = [each if is_uri(each) else str(resolve_input(each, "replay").absolute()) for each in settings.replay]
-    return Job(settings, seeds, survey, table, folder_of(settings, "journal"), replay)
+    return Job(settings, seeds, *seeds.survey(), table, folder_of(settings, "journal"), replay)
 
 
 def check(job: Job) -> None:
-    """Check everything that can be checked before the run: settings, distractors, key, journal and waiting batches."""
-    check_all(
-        lambda: check_settings(job.settings, job.table),
-        lambda: _check_distractors(job),
-        lambda: _check_journal(job),
-        lambda: _check_batches(job),
-    )
+    """Check what depends on the seeds and the journal: distractors, key, journal and waiting batches."""
+    check_all(lambda: _check_distractors(job), lambda: _check_journal(job), lambda: _check_batches(job))
 
 
 def _check_journal(job: Job) -> None:
@@ -179,13 +177,8 @@ def _check_batches(job: Job) -> None:
         )
 
 
-def check_settings(settings: SynthesizeSettings, table: PriceTable) -> None:
-    """Check what does not depend on the seeds; InputError if a step does not exist, or the limits cannot be kept."""
-    check_all(lambda: _check_steps(settings), lambda: check_limits(settings.limits, models(settings), table))
-
-
 def _check_distractors(job: Job) -> None:
-    settings, pool = job.settings, job.survey.pool
+    settings, pool = job.settings, job.pool
     most = max(map(len, pool.relevant.values()))
     if len(pool) - most < settings.distractors:
         raise InputError(
@@ -231,14 +224,14 @@ def require_all_journaled(job: Job, journal: Journal) -> None:
 
     async def rehearse() -> None:
         for seed in job.seeds:
-            if request := await next_request(seed, job.survey.pool, job.settings, journal):
+            if request := await next_request(seed, job.pool, job.settings, journal):
                 missing[request.model] += 1
 
     run_in_thread(rehearse())
     if missing:
         endpoint = job.settings.endpoint
         raise InputError(
-            f"endpoint.api_key_env={endpoint.api_key_env}: not set, and {missing.total()} of {job.survey.seeds} seeds "
+            f"endpoint.api_key_env={endpoint.api_key_env}: not set, and {missing.total()} of {job.number} seeds "
             f"need requests to {' and '.join(sorted(missing))} that are in no journal; "
             f"export {endpoint.api_key_env}, or name finished journals in replay{missing_key_hint(endpoint)}"
         )
@@ -261,14 +254,14 @@ def estimate(job: Job) -> Estimate:
 
     A row takes all steps from the first one that no journal answers, and a cheap judge answers twice before `judge`.
     """
-    made, steps = Estimate(job.survey.seeds), steps_of(job.settings)
+    made, steps = Estimate(job.number), steps_of(job.settings)
     journal = open_journal(job.journal, job.replay)
     every = -(-made.seeds // SAMPLE)
 
     async def rehearse() -> None:
         for seed in islice(job.seeds, 0, None, every):
             made.rehearsed += 1
-            if request := await next_request(seed, job.survey.pool, job.settings, journal):
+            if request := await next_request(seed, job.pool, job.settings, journal):
                 for step in steps[steps.index(request.step) :]:
                     _count(made, job, seed, step)
 
@@ -297,15 +290,11 @@ def _prompt_bytes(job: Job, seed: Seed, step: str) -> int:
 
 def describe(settings: SynthesizeSettings) -> Iterator[str]:
     """Yield what a run would do, line by line; InputError as for a run, after the lines that could be made."""
-    try:
-        seeds, table, step = prepare(settings)
-    except InputError as error:
-        check_all(partial(_raise, error), lambda: check_settings(settings, prices.load(settings.prices)))
-        raise
+    seeds, table, step = prepare(settings)
     if (yield from state(step)):
         return
     job = resolve(settings, seeds, table)
-    yield f"seeds: {job.survey.seeds:,} of {seeds.path}"
+    yield f"seeds: {job.number:,} of {seeds.path}"
     made = estimate(job)
     sample = "" if made.rehearsed == made.seeds else f" (estimated from {made.rehearsed:,} of the seeds)"
     if not made.calls:
@@ -327,7 +316,3 @@ def describe(settings: SynthesizeSettings) -> Iterator[str]:
     if settings.limits.budget_usd is not None:
         spent = budget.spent_usd(job.journal, table)
         yield f"budget: {settings.limits.budget_usd:,.2f} USD, of which this journal has used {spent:,.2f}"
-
-
-def _raise(error: InputError) -> None:
-    raise error

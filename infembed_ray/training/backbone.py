@@ -13,6 +13,11 @@ _OVERRIDES = Overrides.__annotations__.keys() & TrainSettings.model_fields.keys(
 """Settings that replace what the model says of itself."""
 
 
+def precision_of(settings: TrainSettings) -> torch.dtype:
+    """Return the precision of the passes."""
+    return torch.bfloat16 if settings.precision == "bf16" else torch.float32
+
+
 def load_encoder(
     settings: TrainSettings, device: torch.device | str = "cpu", quantized: bool = False
 ) -> InstructionEncoder:
@@ -21,11 +26,11 @@ def load_encoder(
     On the device `meta` no weights are read, to check the settings against the model. `quantized` loads the backbone in 4
     bits under the adapters (QLoRA); on export they are merged into the full weights.
     """
-    on_gpu = torch.device(device).type == "cuda"
+    in_passes = torch.device(device).type == "cuda" and not quantized
     encoder = InstructionEncoder.from_pretrained(
         settings.model,
         device=device,
-        dtype=torch.bfloat16 if on_gpu and settings.precision == "bf16" and not quantized else torch.float32,
+        dtype=precision_of(settings) if in_passes else torch.float32,
         quantized=quantized,
         **cast(Overrides, {name: getattr(settings, name) for name in _OVERRIDES}),
     )

@@ -34,11 +34,6 @@ def connect(settings: TrainSettings) -> None:
     deepspeed.init_distributed(dist_backend=None if settings.gpus_per_worker else "gloo", verbose=False)
 
 
-def precision_of(settings: TrainSettings) -> torch.dtype:
-    """Return the precision of the passes."""
-    return torch.bfloat16 if settings.precision == "bf16" else torch.float32
-
-
 class Engine:
     """An encoder under DeepSpeed. Every worker must call each method.
 

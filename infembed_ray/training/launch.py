@@ -89,13 +89,9 @@ class Inputs:
 
 def prepare(settings: TrainSettings) -> tuple[Inputs, Step]:
     """Check the settings, locate everything that they name, and identify the run; InputError if one of these fails."""
-    inputs = resolve(settings)
+    inputs: Inputs
+    _, inputs = check_all(lambda: _check_settings(settings), lambda: _locate(settings))
     return inputs, Step("train", settings, settings.output, inputs.files, inputs.names)
-
-
-def resolve(settings: TrainSettings) -> Inputs:
-    """Check the settings and locate everything that they name; InputError if one of these fails."""
-    return check_all(lambda: _check_settings(settings), lambda: _locate(settings))[1]
 
 
 def _locate(settings: TrainSettings) -> Inputs:

@@ -223,7 +223,7 @@ class _Trainer:
         """
         if self._run_log is not None:
             self._run_log.close()
-        self._checkpoints.settle()
+        self._checkpoints.commit(wait=True)
         if self._stopped is None:
             self._checkpoints.require_saved(self._progress)
         self._engine.close()

@@ -1,7 +1,7 @@
 """Files of a run whose output is in an object store, so that its nodes need no directory in common.
 
 Each node works in a directory of its own. Worker 0 uploads the run's own files (logs, and in the end the model) while
-they grow, and the driver downloads the logs to show progress. Checkpoints are uploaded by `checkpoints.upload`.
+they grow, and the driver downloads the logs to show progress. Checkpoints are uploaded by `checkpoints.manager`.
 """
 
 import contextlib

@@ -19,10 +19,10 @@ from infembed_ray.modeling import adapters, checkpoint, pretrained
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import say
 from infembed_ray.training import deepspeed_compat
-from infembed_ray.training.backbone import load_encoder
+from infembed_ray.training.backbone import load_encoder, precision_of
 from infembed_ray.training.collectives import from_first, world
 from infembed_ray.training.deepspeed_config import deepspeed_config
-from infembed_ray.training.engine import connect, precision_of
+from infembed_ray.training.engine import connect
 
 
 class StoredWeight(NamedTuple):

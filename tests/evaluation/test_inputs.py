@@ -8,7 +8,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.inputs import content_hash, resolve
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.storage.object_store import SCRATCH, Folder
-from infembed_ray.storage.places import listing
+from infembed_ray.storage.places import listing, read_text
 from tests.evaluation import published
 from tests.evaluation.retrievers import models
 from tests.evaluation.tasks.test_infir import record
@@ -166,6 +166,6 @@ def test_a_changed_model_in_an_object_store_has_another_identity(minilm, bucket,
     settings = baselines.resolve("x", str(folder))
     before = baselines.identity(settings)
     assert baselines.identity(settings) == before
-    config = folder.read("config.json")
+    config = read_text(folder / "config.json")
     folder.write("config.json", config + " ")
     assert baselines.identity(settings) != before

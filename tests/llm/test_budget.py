@@ -1,5 +1,6 @@
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from infembed_ray.config.llm import Limits
 from infembed_ray.errors import InputError
 from infembed_ray.llm import budget
 from infembed_ray.llm.journal import encode, new_segment
-from infembed_ray.llm.ledger import LeaseReport
+from infembed_ray.llm.ledger import LeaseReport, Ledger
 from infembed_ray.llm.prices import PriceTable
 from tests.support.chat import completion, request
 
@@ -20,7 +21,7 @@ def killed(journal: Path) -> None:
     """Write what a run leaves that was granted 3 of 10 USD after 1 USD, and was killed after an answer for 1 USD."""
     nothing, wanted = {"usd": 0.0}, {"usd": 3.0}
     report = LeaseReport("a", held=nothing, wanted=wanted, first=wanted, ahead=nothing)
-    budget.ledger(Limits(budget_usd=10), 1.0, journal).exchange(report)
+    Ledger(Limits(budget_usd=10), 1.0, note=partial(budget.note_at_most, journal)).exchange(report)
     (journal / "dead.jsonl").write_bytes(encode(request(), completion("x", tokens=(1, 0))))
 
 

@@ -9,7 +9,7 @@ from infembed_ray.config.llm import Endpoint, Limits
 from infembed_ray.llm import driver_watch
 from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import ChatClient
-from infembed_ray.llm.driver_watch import DriverWatch, Process, this_process
+from infembed_ray.llm.driver_watch import DriverWatch
 from infembed_ray.llm.journal import Journal, has_writer, segments
 from infembed_ray.llm.ledger import Grant, LeaseReport, Ledger, RateLimiter
 from infembed_ray.llm.prices import PriceTable
@@ -35,7 +35,7 @@ def test_after_the_driver_dies_an_actor_journals_the_requests_in_flight_and_exit
         journal = Journal(tmp_path)
         client = ChatClient(Endpoint(base_url=server.url, api_key_env=None), journal, limiter, PriceTable("", {}))
         driver = subprocess.Popen(["sleep", "60"])
-        watcher = DriverWatch(Process(here().namespace, driver.pid), limiter, client, journal, exited.set_result)
+        watcher = DriverWatch(driver.pid, limiter, client, journal, exited.set_result)
         watcher.watch()
         asking = [asyncio.create_task(client.complete(passage_request(f"query {number}"))) for number in range(9)]
         while ledger.stats().in_flight < 4:  # the others wait
@@ -58,31 +58,3 @@ def test_after_the_driver_dies_an_actor_journals_the_requests_in_flight_and_exit
     assert len(failed) == 9 - answered
     assert {str(each) for each in failed} == {"the driver was killed"}
     assert len(Journal(tmp_path)) == answered
-
-
-def here() -> Process:
-    process = this_process()
-    assert process is not None
-    return process
-
-
-def test_a_process_id_of_another_pid_namespace_is_not_watched(tmp_path: Path) -> None:
-    """The same id belongs to another process in this namespace, or to none."""
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-
-    async def orphaned(namespace: str) -> bool:
-        async def exchange(report: LeaseReport) -> Grant:
-            return Ledger(Limits()).exchange(report)
-
-        limiter = RateLimiter(Limits(), 4, exchange, interval_s=0.02)
-        client = ChatClient(Endpoint(api_key_env=None), Journal(tmp_path), limiter, PriceTable("", {}))
-        exited = asyncio.get_running_loop().create_future()
-        watcher = DriverWatch(Process(namespace, gone.pid), limiter, client, Journal(tmp_path), exited.set_result)
-        watcher.watch()
-        if watcher.died:
-            await exited
-        return watcher.died
-
-    assert asyncio.run(orphaned(here().namespace))
-    assert not asyncio.run(orphaned(here().namespace + "0"))

@@ -40,14 +40,6 @@ def test_a_response_beyond_pythons_parser_is_an_unreadable_answer_and_not_asked_
     assert parse_completion(body.encode()).finish_reason == UNREADABLE
 
 
-def test_azure_has_deployment_version_and_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AZURE_KEY", "mine")
-    where = Endpoint(base_url="https://here/", api_key_env="AZURE_KEY", api_version="2024-10-21")
-    target = Route(where).target("o p")
-    assert str(target.url) == "https://here/openai/deployments/o%20p/chat/completions?api-version=2024-10-21"
-    assert target.headers == {"Content-Type": "application/json", "api-key": "mine"}
-
-
 @pytest.mark.parametrize(
     ("usage", "expected"),
     [

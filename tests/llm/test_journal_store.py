@@ -24,6 +24,7 @@ from infembed_ray.llm.journal_store import (
 )
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.storage.object_store import SCRATCH, Folder
+from infembed_ray.storage.places import read_text
 from tests.support import faulty_store
 from tests.support.chat import completion, request
 from tests.support.waiting import wait_until
@@ -57,7 +58,9 @@ def answered(journal: Journal, texts: Iterable[str]) -> str:
 
 
 def uploaded(folder: Folder) -> bytes:
-    return b"".join((folder.read(name) or "").encode() for name in sorted(folder.entries()) if name.endswith(".jsonl"))
+    return b"".join(
+        (read_text(folder / name) or "").encode() for name in sorted(folder.entries()) if name.endswith(".jsonl")
+    )
 
 
 def test_another_node_reads_what_a_closed_journal_holds(
@@ -101,17 +104,6 @@ def test_a_full_object_is_uploaded_before_its_time(folder: Folder, monkeypatch: 
     sizes = [entry.size for entry in folder.entries().values()]
     assert sum(sizes) > 1_800_000
     assert len(open_journal(folder)) == 3
-
-
-def test_flushing_uploads_what_was_appended(folder: Folder) -> None:
-    journal = open_journal(folder, upload_s=NEVER)
-    journal.flush()  # nothing is open
-    for lines, text in enumerate("ab", start=1):
-        append(journal, text)
-        journal.flush()
-        assert uploaded(folder).count(b"\n") == lines
-    journal.flush()
-    assert len(folder.entries()) == 2
 
 
 _WRITE_UNTIL_KILLED = """
@@ -221,14 +213,14 @@ def two_objects(folder: Folder) -> None:
 
 
 def test_what_a_dying_writer_still_uploads_is_uploaded_once(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = open_journal(folder, upload_s=NEVER)
+    journal = open_journal(folder, upload_s=SOON)
     assert isinstance(journal, StoredJournal)
     append(journal, "a")
 
     def lock_once_it_is_dead(path: Path, locks: contextlib.ExitStack) -> BinaryIO | None:
-        for text in "bc":
+        for lines, text in enumerate("bc", start=2):
             append(journal, text)
-            journal.flush()
+            wait_until(lambda lines=lines: uploaded(folder).count(b"\n") == lines)
         assert journal._uploads is not None
         journal._uploads.stop()
         Journal.close(journal)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from infembed_ray.cli import main as cli
-from infembed_ray.llm.budget import scan
+from infembed_ray.llm.budget import JournalStats
 from infembed_ray.llm.journal import encode
 from tests.llm.test_journal import write
 from tests.support.chat import completion, request
@@ -21,7 +21,9 @@ def test_a_flipped_bit_in_a_line_is_detected(tmp_path: Path) -> None:
         if b"\n" in flipped[:-1]:
             continue
         (tmp_path / "segment.jsonl").write_bytes(flipped)
-        assert scan(tmp_path).damaged, f"bit {at}"
+        stats = JournalStats()
+        assert not list(stats.read([tmp_path])), f"bit {at}"
+        assert stats.damaged
 
 
 # ------------------------------------------------------------------------------------------------ the command

@@ -22,7 +22,7 @@ from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.updates.write_ahead_log import Delete
 from infembed_ray.retrieval.versions import IndexFacts, change_log, warn_of_changes
 from infembed_ray.storage.object_store import SCRATCH, Folder
-from infembed_ray.storage.places import open_binary
+from infembed_ray.storage.places import open_binary, read_text
 from infembed_ray.storage.steps import LATEST, MANIFEST, Step, read_manifest
 from tests.records.test_files import COMPRESS, FORMS
 from tests.retrieval.vectors import unit_vectors
@@ -293,7 +293,7 @@ def test_an_index_in_an_object_store_has_the_same_bytes_and_resumes(
     with pytest.raises(KeyboardInterrupt):
         Index.build(rows, encoder, f"{bucket}/built", **given)
     folder = Folder.open(f"{bucket}/built", "output")
-    assert folder.read(LATEST) is None
+    assert read_text(folder / LATEST) is None
     encoded.clear()
     stored = Index.build(rows, encoder, f"{bucket}/built", **given)
     assert len(encoded) == 1

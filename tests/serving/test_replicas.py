@@ -158,7 +158,7 @@ def test_a_replica_of_a_damaged_shard_does_not_start_and_names_the_file(
         ShardSearch(IndexArguments(index=stored.uri, version="other", settings=SETTINGS), 0)
 
 
-def test_a_document_is_read_after_every_acknowledged_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_document_is_read_after_every_acknowledged_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ShardSearch, "_follow_log", lambda self: None)
     root = write_index(tmp_path / "v1", unit_vectors(20, 16), 1)
     arguments = IndexArguments(index=str(root), version="v1", settings=SETTINGS)
@@ -166,10 +166,10 @@ def test_a_document_is_read_after_every_acknowledged_change(tmp_path: Path, monk
     log = change_log(root, Index.describe(str(root)).facts)
     for number in range(30):
         log.append([Put("p1", f"new {number}", unit_vectors(1, 16)[0], {}), Delete("p2")])
-        assert asyncio.run(replica.document("p1")).text == f"new {number}"
-    assert asyncio.run(replica.document("p2")) is None
+        assert (await replica.document("p1")).text == f"new {number}"
+    assert (await replica.document("p2")) is None
     (tmp_path / "changes").rename(tmp_path / "lost")  # the shard answers from what it has applied
-    assert asyncio.run(replica.document("p1")).text == "new 29"
+    assert (await replica.document("p1")).text == "new 29"
 
 
 def test_metrics_of_an_encoder_show_what_runs_it_and_what_it_did() -> None:

@@ -11,6 +11,7 @@ from pyarrow import fs
 
 from infembed_ray.errors import InputError
 from infembed_ray.storage.object_store import Folder, _control_client
+from infembed_ray.storage.places import read_text
 from infembed_ray.storage.steps import Step
 from tests.storage.test_steps import settings
 from tests.support.ports import free_port
@@ -56,10 +57,10 @@ def folder(azurite, monkeypatch, tmp_path):
 
 @pytest.mark.integration
 def test_both_clients_use_the_key_of_an_azure_account(folder, tmp_path):
-    first = folder.create("object", b"1")
-    assert folder.create("object", b"2") is None
-    second = folder.replace("object", b"3", first)
-    assert folder.replace("object", b"4", first) is None
+    first = folder.put("object", b"1")
+    assert folder.put("object", b"2") is None
+    second = folder.put("object", b"3", first)
+    assert folder.put("object", b"4", first) is None
     assert folder.read_versioned("object") == (b"3", second)
 
     (tmp_path / "file").write_bytes(b"0123456789" * 1000)
@@ -80,7 +81,7 @@ def test_an_output_is_published_to_azure_once(folder, tmp_path):
         (staging.path / "file.txt").write_text("result")
     assert step.finished() is not None
     assert folder.folders() == [step.identity]
-    assert folder.read("latest") is not None
+    assert read_text(folder / "latest") is not None
 
 
 @pytest.mark.integration

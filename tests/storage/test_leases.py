@@ -12,6 +12,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.storage import leases
 from infembed_ray.storage.leases import lease
 from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.places import read_text
 from tests.support.faulty_store import EXPIRED, FORWARD, UNAVAILABLE, first_replies_lost
 from tests.support.waiting import wait_until
 
@@ -27,7 +28,7 @@ def folder(faulty, bucket, tmp_path, monkeypatch):
 
 
 def body(folder):
-    return json.loads(folder.read(LEASE))
+    return json.loads(read_text(folder / LEASE))
 
 
 def test_the_second_holder_of_a_directory_hears_of_the_first(tmp_path):
@@ -72,7 +73,7 @@ def test_the_second_holder_in_a_store_hears_of_the_first_once_it_renews(folder, 
 
 def test_the_lease_of_a_dead_process_is_taken_over_by_one_process(folder):
     dead = {"host": "gone", "pid": 1, "since": "2026-01-01", "id": "0", "seconds": 1.5, "renewals": 9}
-    folder.create(LEASE, json.dumps(dead).encode())
+    folder.put(LEASE, json.dumps(dead).encode())
     taken, release = [], threading.Event()
 
     def take():
@@ -96,7 +97,7 @@ def test_the_lease_of_a_dead_process_is_taken_over_by_one_process(folder):
 
 def test_a_lease_that_expired_long_ago_is_taken_over_at_once(folder, capsys):
     dead = {"host": "gone", "pid": 1, "since": "2026-01-01", "id": "0", "seconds": -60, "renewals": 9}
-    folder.create(LEASE, json.dumps(dead).encode())
+    folder.put(LEASE, json.dumps(dead).encode())
     with lease(folder, "name", "output", "x"):
         assert body(folder)["pid"] == os.getpid()
     assert capsys.readouterr().out == ""

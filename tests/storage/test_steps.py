@@ -18,6 +18,7 @@ from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.storage import leases
 from infembed_ray.storage.object_store import Folder, scratch
+from infembed_ray.storage.places import read_text
 from infembed_ray.storage.steps import Step, find_input, fingerprint, resolve, resolve_input
 from tests.support.faulty_store import EXPIRED, FORWARD, TRUNCATED, first_replies_lost
 
@@ -262,7 +263,7 @@ def test_a_writer_whose_lease_was_taken_over_publishes_nothing(place, tmp_path):
         folder.write(f".{one.identity}.lease", '{"id": "of another", "seconds": 60}')
         folder.write(f"{one.identity}/file.txt", "of another")
     assert remote_step(place, tmp_path).found() is None
-    assert folder.read(f"{one.identity}/file.txt") == "of another"
+    assert read_text(folder / f"{one.identity}/file.txt") == "of another"
 
 
 def test_the_second_of_two_manifests_is_refused(place, tmp_path):
@@ -304,11 +305,16 @@ def test_credentials_that_expire_publish_nothing_and_the_next_run_publishes(faul
     assert names(place) == {"latest", f"{one.identity}/file.txt", f"{one.identity}/manifest.json"}
 
 
-@pytest.mark.parametrize("condition", ["create", "replace"])
-def test_a_store_that_ignores_conditions_is_refused(place, tmp_path, monkeypatch, condition):
-    monkeypatch.setattr(
-        Folder, condition, lambda folder, name, data, *_: folder.write(name, data.decode()) or "version"
-    )
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_store_that_ignores_conditions_is_refused(place, tmp_path, monkeypatch, replaces):
+    put = Folder.put
+
+    def ignoring(folder, name, data, expected=None):
+        if (expected is not None) != replaces:
+            return put(folder, name, data, expected)
+        return folder.write(name, data.decode()) or "version"
+
+    monkeypatch.setattr(Folder, "put", ignoring)
     with pytest.raises(InputError, match="this store ignores conditional writes"):
         remote_step(place, tmp_path).finished()
 

@@ -5,10 +5,9 @@ import pytest
 
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.llm import prices
 from infembed_ray.llm.journal import Journal
 from infembed_ray.quickstart import sample
-from infembed_ray.synthesis.preflight import SeedReader, check, require_all_journaled, resolve
+from infembed_ray.synthesis.preflight import check, prepare, require_all_journaled, resolve
 from tests.support.chat import unreadable
 from tests.synthesis.runs import settings
 
@@ -17,7 +16,7 @@ BOUNDED = {"generator": {"model": "gpt-4o-mini", "max_tokens": 150}, "judge": {"
 
 def one_line(given: SynthesizeSettings) -> str:
     with pytest.raises(InputError) as error:
-        check(resolve(given, SeedReader(given), prices.load(given.prices)))
+        check(resolve(given, *prepare(given)[:2]))
     message = str(error.value)
     assert "\n" not in message
     return message
@@ -54,7 +53,7 @@ def test_an_unreadable_journal_is_named_in_one_line(tmp_path: Path) -> None:
     unreadable(replayed)
     models = {"generator": {"model": "bundled-sample"}, "judge": {"model": "bundled-sample"}}
     given = settings(sample.SEEDS, tmp_path / "out", **models)
-    job = resolve(given, SeedReader(given), prices.load())
+    job = resolve(given, *prepare(given)[:2])
     with pytest.raises(InputError, match=r"^journal=.*cannot be read \(Is a directory\)$"):
         require_all_journaled(job, journal)
 
@@ -87,7 +86,7 @@ def test_batches_need_a_journal_on_a_disk(bucket: str, seeds: Path, tmp_path: Pa
     given = settings(seeds, tmp_path / "out", **stored, batches={})
     assert f"batches: the state of batches needs a directory, and journal={bucket}/journal is in" in one_line(given)
     given = settings(seeds, tmp_path / "out", **stored)
-    check(resolve(given, SeedReader(given), prices.load()))
+    check(resolve(given, *prepare(given)[:2]))
     assert "journal=s3://nowhere" in one_line(settings(seeds, tmp_path / "out", journal="s3://nowhere/journal"))
 
 

@@ -27,9 +27,9 @@ def test_the_limit_takes_the_first_seeds_but_the_pool_has_all_passages(tmp_path:
     path = write_jsonl(tmp_path / "a.jsonl", table(9))
     few = reader(path, limit=4)
     assert [seed.id for seed in few] == [seed.id for seed in few] == ["s0", "s1", "s2", "s3"]
-    assert few.survey().seeds == 4
-    assert few.survey().pool == reader(path).survey().pool == tuple(f"passage {n}" for n in range(9))
-    assert reader(path, limit=40).survey().seeds == 9
+    assert few.survey()[0] == 4
+    assert few.survey()[1] == reader(path).survey()[1] == tuple(f"passage {n}" for n in range(9))
+    assert reader(path, limit=40).survey()[0] == 9
 
 
 def test_columns_and_split_choose_what_is_read(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_bad_seeds_are_refused_by_the_survey(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="row 3: column passage is empty"):
         reader(path, limit=1).survey()
     left = reader(path, on_bad_row="reject")
-    assert (left.survey().seeds, [row["where"] for row in left.bad.rows]) == (2, ["row 3"])
+    assert (left.survey()[0], [row["where"] for row in left.bad.rows]) == (2, ["row 3"])
 
 
 def test_lone_surrogates_in_seeds_are_replaced(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_lone_surrogates_in_seeds_are_replaced(tmp_path: Path) -> None:
         '{"id": "1\\ud83d", "query": "q \\ud83d!", "passage": "\\ud83d\\ude00 \\ude00", "topic": "\\ud83d"}\n'
     )
     assert list(reader(path)) == [Seed("1\ufffd", "q \ufffd!", "\U0001f600 \ufffd", topic="\ufffd")]
-    assert reader(path).survey().seeds == 1
+    assert reader(path).survey()[0] == 1
 
 
 @settings(deadline=None)
@@ -77,5 +77,4 @@ def test_the_pool_does_not_depend_on_the_order_of_the_passages(
 
 
 def test_the_development_msmarco_seeds_are_read(shared_data: Path) -> None:
-    survey = reader(shared_data / "msmarco_seeds" / "seeds.jsonl").survey()
-    assert survey.seeds == 1743
+    assert reader(shared_data / "msmarco_seeds" / "seeds.jsonl").survey()[0] == 1743

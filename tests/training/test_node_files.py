@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from infembed_ray.storage.object_store import SCRATCH, Folder
+from infembed_ray.storage.places import read_text
 from infembed_ray.training import node_files
 from infembed_ray.training.node_files import RunFiles, fetch, node_directory, share_of
 from tests.support.waiting import wait_until
@@ -28,7 +29,7 @@ def test_only_changed_files_are_uploaded_and_no_checkpoints(remote, tmp_path, mo
     files.upload()
     files.upload()
     assert uploaded == ["events.jsonl", "metrics.jsonl", "metrics.jsonl"]
-    assert remote.read("metrics.jsonl") == "1\n2"
+    assert read_text(remote / "metrics.jsonl") == "1\n2"
 
 
 def test_logs_are_uploaded_while_they_grow_also_after_the_store_failed(remote, tmp_path, monkeypatch):
@@ -44,7 +45,7 @@ def test_logs_are_uploaded_while_they_grow_also_after_the_store_failed(remote, t
     (tmp_path / "metrics.jsonl").write_text("1")
     files = RunFiles(tmp_path, remote)
     files.follow()
-    wait_until(lambda: remote.read("metrics.jsonl") == "1")
+    wait_until(lambda: read_text(remote / "metrics.jsonl") == "1")
     assert not failures
     files.stop()
     (tmp_path / "model.safetensors").write_text("large")

@@ -123,7 +123,7 @@ class ChangeLog:
             if isinstance(self.directory, Path):
                 return self._link(self.directory, content, sequence)
             # Equal segments of two writers may become one: making the same changes twice has no effect.
-            while self.directory.create(segment_name(sequence), content) is None:
+            while self.directory.put(segment_name(sequence), content) is None:
                 sequence += 1
             return sequence
 

@@ -1,7 +1,8 @@
 """Training checkpoints of a run: saved completely or not at all, verified when loaded, deleted when newer ones exist.
 
 The files are written, and uploaded if the output is in an object store, in the background. A checkpoint is complete once
-all workers have written theirs, which they find out together at the end of a step; worker 0 then writes the marker.
+all workers have written theirs, which they find out together at the end of a step; worker 0 then writes the marker, and one
+in the store if all files are there.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +21,11 @@ from typing import TYPE_CHECKING
 from pyarrow import ArrowException
 
 from infembed_ray.config.training import TrainSettings
-from infembed_ray.errors import InputError
+from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.progress import say
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder, is_uri
+from infembed_ray.storage.places import read_text
 from infembed_ray.storage.steps import STATES
 from infembed_ray.telemetry import report
 from infembed_ray.training.checkpoints.checkpoint import MARKER, Checkpoint, Course, Progress, is_tag, step_of
@@ -35,99 +38,9 @@ if TYPE_CHECKING:  # a driver that only checks whether a run can resume does not
     from infembed_ray.training.checkpoints.writer import Written
     from infembed_ray.training.engine import Engine
 
-_POLL_S = 0.5
-_TIMEOUT_S = 1800.0
-"""Seconds that worker 0 waits for the files of the others, as long as a collective of torch."""
 KEEP_LAST = 2
 """Newest checkpoints to keep: one of them may be damaged."""
 _RESHARDED = "resharded-"
-
-
-class Upload:
-    """One worker's part of the upload of a checkpoint; the upload starts at once.
-
-    Args:
-        remote: Output of the run in the object store.
-        directory: Local directory of the checkpoints.
-        checkpoint: Checkpoint to upload.
-        own_files: Files that this worker wrote.
-        run_files: On worker 0, the run's own files; None on the other workers. Worker 0 waits for the files of all
-            workers, uploads the run's own files, then the marker, and deletes older checkpoints.
-        keep: Tags of the checkpoints to keep in the store.
-    """
-
-    def __init__(
-        self,
-        remote: Folder,
-        directory: Path,
-        checkpoint: Checkpoint,
-        own_files: list[str],
-        run_files: RunFiles | None,
-        keep: set[str],
-    ) -> None:
-        self.checkpoint = checkpoint
-        self._remote = remote
-        self._directory = directory
-        self._own_files = own_files
-        self._run_files = run_files
-        self._keep = keep
-        self._cancelled = threading.Event()
-        self._start()
-
-    def _start(self) -> None:
-        self._cancelled.clear()
-        self._fault: str | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)  # so that a worker can exit during an upload
-        self._thread.start()
-
-    def settle(self) -> str | None:
-        """Wait for all workers' uploads; return what went wrong on any, or None; every worker must call it."""
-        first = self._run_files is not None
-        fault = next((fault for fault in from_all(None if first else self._own_fault()) if fault), None)
-        if fault:  # the files for which worker 0 waits will not arrive
-            self._cancelled.set()
-        return from_first(fault or (self._own_fault() if first else None))
-
-    def repeat(self) -> str | None:
-        """Upload the checkpoint once more and settle; every worker must call it."""
-        self._thread.join()  # one that was cancelled
-        self._start()
-        return self.settle()
-
-    def _own_fault(self) -> str | None:
-        self._thread.join()
-        return self._fault
-
-    def _run(self) -> None:
-        try:
-            folder = self._remote / STATES
-            tag = self.checkpoint.tag
-            for name in self._own_files:
-                folder.upload(self._directory / tag / name, f"{tag}/{name}")
-            if self._run_files is not None and self._wait_for_files(folder / tag):
-                self._run_files.upload()
-                folder.write(f"{tag}/{MARKER}", json.dumps(self.checkpoint.marker))
-                self._delete_old(folder, self._keep)
-        except (OSError, ArrowException) as error:
-            self._fault = " ".join(str(error).split())[:300]
-
-    def _wait_for_files(self, folder: Folder) -> bool:
-        """Wait until the files of all workers are in the store; return False if the upload was cancelled."""
-        expected = {name: file.size for name, file in self.checkpoint.files.items()}
-        deadline = time.monotonic() + _TIMEOUT_S
-        while {name: entry.size for name, entry in folder.entries().items() if name in expected} != expected:
-            if self._cancelled.wait(_POLL_S):
-                return False
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the files of all workers were not there after {_TIMEOUT_S} s")
-        return True
-
-    def _delete_old(self, folder: Folder, keep: set[str]) -> None:
-        """Delete checkpoints up to this one that are not to be kept. Later ones belong to a run that is ahead."""
-        tags = {name: name.split("/")[0] for name in folder.entries() if is_tag(name)}
-        old = [n for n, tag in tags.items() if tag not in keep and step_of(tag) <= self.checkpoint.progress.step]
-        for name in sorted(old, key=lambda name: not name.endswith(MARKER)):  # markers first: see MARKER
-            folder.delete(name)
 
 
 class CheckpointManager:
@@ -154,8 +67,8 @@ class CheckpointManager:
         self._writing: tuple[str, Progress, Future[Written]] | None = None
         self._began = 0.0  # time of the last save
         self._failures = 0  # in a row
-        self._upload: Upload | None = None
-        self._failed: list[Upload] = []  # repeated before the export
+        self._uploads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="upload")
+        self._not_stored: list[tuple[Checkpoint, Written]] = []  # uploaded again before the export
         self._run_files: RunFiles | None = None
         if self._remote is not None and world()[0] == 0:
             self._run_files = RunFiles(directory.parent, self._remote)
@@ -171,7 +84,7 @@ class CheckpointManager:
         if self._remote is not None:
             folder = self._remote / STATES
             for tag in {name.split("/")[0] for name in folder.entries() if is_tag(name)}:
-                markers[tag] = markers.get(tag) or folder.read(f"{tag}/{MARKER}")
+                markers[tag] = markers.get(tag) or read_text(folder / tag / MARKER)
         checkpoints = [(tag, Checkpoint.parse(tag, marker)) for tag, marker in markers.items()]
         return sorted(checkpoints, key=lambda c: (step_of(c[0]), c[1] is not None, c[0]), reverse=True)
 
@@ -271,7 +184,7 @@ class CheckpointManager:
                 self._remote.download(name, file)
 
     def save(self, engine: Engine, progress: Progress, wait: bool = False) -> None:
-        """Start to save a checkpoint, after the one before is written; every worker must call it.
+        """Start to save a checkpoint, after the one before is complete; every worker must call it.
 
         The engine's state is copied before this method returns. `wait` completes the checkpoint now, not in a later
         `commit`.
@@ -281,7 +194,10 @@ class CheckpointManager:
             return
         tag = f"step-{progress.step:08d}-{self._attempt}"
         self._began = time.monotonic()
-        self._writing = tag, progress, engine.save(self.directory, tag)
+        writing = engine.save(self.directory, tag)
+        if self._remote is not None:
+            writing = self._uploads.submit(lambda written: self._uploaded(tag, written.result()), writing)
+        self._writing = tag, progress, writing
         if wait:
             self.commit(wait=True)
 
@@ -299,7 +215,7 @@ class CheckpointManager:
         if len(of_workers) < len(outcomes):
             return
         self._writing = None
-        error = next((w.error for w in of_workers if w.error), None)
+        own, error = writing.result(), next((w.error for w in of_workers if w.error), None)
         files = {name: file for w in of_workers for name, file in w.files.items()}
         checkpoint = Checkpoint(tag, progress, self._course, files)
         if world()[0] == 0 and error is None:
@@ -314,7 +230,9 @@ class CheckpointManager:
         if error is None:
             self._failures = 0
             self._report(checkpoint.progress, time.monotonic() - self._began)
-            self._saved(checkpoint, list(writing.result().files))
+            self._valid.insert(0, checkpoint)
+            self._delete_old()
+            self._complete_in_store(checkpoint, own, of_workers)
         else:
             self._failures += 1
             self._not_saved(checkpoint, error)
@@ -338,14 +256,46 @@ class CheckpointManager:
         elif world()[0] == 0:
             self._warn(step, f"{failed}; training continues with the earlier checkpoints")
 
-    def _saved(self, checkpoint: Checkpoint, own_files: list[str]) -> None:
-        """Finish the previous upload, delete old checkpoints and start the upload of the new one."""
-        self._settle_upload()  # not before the save, which must be quick when a node is about to be taken away
-        self._valid.insert(0, checkpoint)
-        self._delete_old()
-        if self._remote is not None:
-            keep = {c.tag for c in self._valid}
-            self._upload = Upload(self._remote, self.directory, checkpoint, own_files, self._run_files, keep)
+    def _uploaded(self, tag: str, written: Written) -> Written:
+        """Upload what this worker wrote of a checkpoint, and return it with what went wrong."""
+        assert self._remote is not None
+        try:
+            for name in written.files:
+                self._remote.upload(self.directory / tag / name, f"{STATES}/{tag}/{name}")
+        except (OSError, ArrowException) as error:
+            return replace(written, not_uploaded=in_one_line(error))
+        return replace(written, not_uploaded=None)
+
+    def _complete_in_store(self, checkpoint: Checkpoint, own: Written, of_workers: Sequence[Written]) -> str | None:
+        """Write the marker in the object store once all files are there; log and return what went wrong, on every worker."""
+        if self._remote is None:
+            return None
+        fault = next((w.not_uploaded for w in of_workers if w.not_uploaded), None)
+        if self._run_files is not None and fault is None:
+            folder = self._remote / STATES
+            try:
+                self._run_files.upload()
+                folder.write(f"{checkpoint.tag}/{MARKER}", json.dumps(checkpoint.marker))
+                self._delete_old_in(folder, checkpoint)
+            except (OSError, ArrowException) as error:
+                fault = in_one_line(error)
+        if fault := from_first(fault):
+            self._not_stored.append((checkpoint, own))
+            if world()[0] == 0:
+                self._warn(
+                    checkpoint.progress.step,
+                    f"checkpoint {checkpoint.tag} was not uploaded to {self._remote}: {fault}; it is in "
+                    f"{self.directory}, and training continues",
+                )
+        return fault
+
+    def _delete_old_in(self, folder: Folder, newest: Checkpoint) -> None:
+        """Delete the store's checkpoints before this one that are not kept. Later ones belong to a run that is ahead."""
+        keep = {checkpoint.tag for checkpoint in self._valid}
+        tags = {name: name.split("/")[0] for name in folder.entries() if is_tag(name)}
+        old = [n for n, tag in tags.items() if tag not in keep and step_of(tag) <= newest.progress.step]
+        for name in sorted(old, key=lambda name: not name.endswith(MARKER)):  # markers first: see MARKER
+            folder.delete(name)
 
     def _is_saved(self, progress: Progress) -> bool:
         return bool(self._valid) and self._valid[0].progress.step == progress.step
@@ -359,24 +309,6 @@ class CheckpointManager:
                 if old.name not in keep:
                     (old / MARKER).unlink(missing_ok=True)  # first, so that a half-deleted checkpoint is incomplete
                     shutil.rmtree(old, ignore_errors=True)
-
-    def settle(self) -> None:
-        """Wait for the checkpoint in progress and its upload; every worker must call it."""
-        self.commit(wait=True)
-        self._settle_upload()
-
-    def _settle_upload(self) -> None:
-        """Wait for the upload in progress and log a warning if it failed."""
-        upload, self._upload = self._upload, None
-        if upload is None or not (fault := upload.settle()):
-            return
-        self._failed.append(upload)
-        if world()[0] == 0:
-            self._warn(
-                upload.checkpoint.progress.step,
-                f"checkpoint {upload.checkpoint.tag} was not uploaded to {self._remote}: {fault}; it is in "
-                f"{self.directory}, and training continues",
-            )
 
     def _warn(self, step: int, message: str) -> None:
         try:
@@ -395,12 +327,15 @@ class CheckpointManager:
                 f"output={self.directory.parent}: the last checkpoint could not be saved; free disk space and run the same "
                 "command again, which resumes from the checkpoint before"
             )
-        for upload in self._failed:
-            tag = upload.checkpoint.tag
-            if upload.checkpoint in self._valid and (fault := upload.repeat()):
+        failed, self._not_stored = self._not_stored, []
+        for checkpoint, own in failed:
+            if checkpoint not in self._valid:
+                continue
+            own = self._uploaded(checkpoint.tag, own)
+            if fault := self._complete_in_store(checkpoint, own, from_all(own)):
                 raise InputError(
-                    f"output={self._remote}: checkpoint {tag} was not uploaded: {fault}; nothing was exported, and each "
-                    f"node keeps its files in {self.directory}; check the object store and run the same command again"
+                    f"output={self._remote}: checkpoint {checkpoint.tag} was not uploaded: {fault}; nothing was exported, and "
+                    f"each node keeps its files in {self.directory}; check the object store and run the same command again"
                 )
 
     def result(self) -> tuple[Path, Progress]:

@@ -23,10 +23,11 @@ from infembed_ray.training.deepspeed_compat import CheckpointEngine
 
 @dataclass
 class Written:
-    """What one worker wrote of a checkpoint: file name -> size and checksum, and why it could not write all of them."""
+    """What one worker wrote of a checkpoint: file name -> size and checksum; and why it could not write or upload all of them."""
 
     files: dict[str, Checksum] = field(default_factory=dict)
     error: str | None = None
+    not_uploaded: str | None = None
 
 
 class CheckpointFiles(CheckpointEngine):

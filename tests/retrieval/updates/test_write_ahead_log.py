@@ -386,7 +386,7 @@ def test_a_store_that_does_not_answer_is_a_fault_of_the_log(bucket: str, monkeyp
     def fails(*_: object) -> None:
         raise GenericError("connection refused")
 
-    monkeypatch.setattr(Folder, "create", fails)
+    monkeypatch.setattr(Folder, "put", fails)
     with pytest.raises(LogFault, match=r"cannot be written \(connection refused\).*make the change again"):
         log.append([put("a")])
     monkeypatch.setattr(Folder, "read_range", fails)

@@ -22,6 +22,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling import onnx
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.places import read_text
 from infembed_ray.storage.steps import resolve_input
 from infembed_ray.training import launch
 from infembed_ray.training.checkpoints.checkpoint import Progress
@@ -197,7 +198,7 @@ def test_run_in_an_object_store_survives_the_loss_of_its_machine(runs, bucket, t
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     shutil.rmtree(tmp_path / "scratch")
-    assert out.read("latest") is None
+    assert read_text(out / "latest") is None
     newest = max(name for name in out.entries() if name.endswith("complete.json")).removesuffix("/complete.json")
     out.write(f"{newest}/mp_rank_00_model_states.pt", "half of it")
     step, unfinished = newest.split("/")[-1].split("-")[1], f"{newest.rsplit('/', 1)[0]}/step-00000099-unfinished"
@@ -311,7 +312,7 @@ def test_failures_in_a_row_stop_the_run_and_single_ones_do_not(kept, tmp_path):
         engine = Slow()
         kept.save(engine, Progress(step))
         engine.finish(error)
-        kept.settle()
+        kept.commit(wait=True)
     assert [message.split(":")[0] for message in warnings(tmp_path)] == [
         f"the checkpoint of step {step} was not saved" for step in (1, 3)
     ]
