@@ -158,7 +158,9 @@ def test_a_replica_of_a_damaged_shard_does_not_start_and_names_the_file(
         ShardSearch(IndexArguments(index=stored.uri, version="other", settings=SETTINGS), 0)
 
 
-async def test_a_document_is_read_after_every_acknowledged_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_document_is_read_after_every_acknowledged_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ShardSearch, "_follow_log", lambda self: None)
     root = write_index(tmp_path / "v1", unit_vectors(20, 16), 1)
     arguments = IndexArguments(index=str(root), version="v1", settings=SETTINGS)
