@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 from infembed_ray.cli import main as cli  # noqa: E402
 from infembed_ray.cli.help import describe_type  # noqa: E402
 from infembed_ray.config.base import Settings, settings_classes  # noqa: E402
+from infembed_ray.telemetry import METRICS  # noqa: E402
 
 SETTINGS = {
     **{name: [verb.settings] for name, verb in cli.VERBS.items()},
@@ -250,17 +251,23 @@ def string(node: ast.expr) -> str | None:
 
 
 def metrics_page() -> str:
-    """The Prometheus metrics of the API."""
+    """The Prometheus metrics of the API and of the stages."""
     rows = [f"| `{name}` | {text} |" for name, text in metrics().items()]
+    of_stages = [f"| `infembed_{name}` | {label or ''} | {text} |" for name, (text, label) in METRICS.items()]
     return "\n".join(
         [
             "# Metrics\n",
             "`GET /metrics` of a running API returns these metrics in Prometheus' text format, for every replica. "
             "Counters end in `_total` there, histograms in `_bucket`, `_sum` and `_count`. "
-            "[Monitoring](../operations/monitoring.md) says which of them to watch, and lists the metrics of the other stages.\n",
+            "[Monitoring](../operations/monitoring.md) names the ones to watch.\n",
             "| metric | meaning |",
             "|---|---|",
             *rows,
+            "\n## The stages\n",
+            "Ray exports these metrics of the other verbs with the prefix `ray_`, and with the labels `stage` and `run`.\n",
+            "| metric | label | meaning |",
+            "|---|---|---|",
+            *of_stages,
         ]
     )
 
