@@ -158,6 +158,7 @@ def http_page() -> str:
     """The HTTP API, from the application's OpenAPI document."""
     from infembed_ray.serving.http.app import create_app
     from infembed_ray.serving.http.auth import ApiKeys
+    from infembed_ray.serving.http.errors import CODES, STATUSES
 
     api = create_app(dict, lambda: "docs", ApiKeys(["key"])).openapi()
     lines = ["# HTTP API\n", api["info"]["description"].strip() + "\n", "| request | what it does |", "|---|---|"]
@@ -169,6 +170,10 @@ def http_page() -> str:
             text = operation.get("description") or operation.get("summary", "")
             lines.append(f"| [`{title}`](#{anchor}) | {text} |")
             sections += [f"\n## `{title}` {{ #{anchor} }}\n", text + "\n", *body_links(operation), statuses(operation)]
+    sections += ["\n## Errors\n", "| status | `code` | meaning |", "|---|---|---|"]
+    for status, text in STATUSES.items():
+        codes = ", ".join(f"`{code}`" for code, of in CODES.items() if of == status)
+        sections.append(f"| {status} | {codes} | {text} |")
     sections.append("\n## Schemas\n")
     for name, schema in api["components"]["schemas"].items():
         sections += [f"\n### {name}\n", schema.get("description", "") + "\n", schema_table(schema)]
