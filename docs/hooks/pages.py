@@ -303,8 +303,8 @@ def modules_page(name: str, files: list[Path]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Replace links to results of benchmarks, which are no part of the site, by the path of the file."""
-    return re.sub(r"\[[^\]]+\]\((?:\.\./)+(benchmarks/[^)]+)\)", r"`\1`", markdown)
+    """Replace links to results of benchmarks and to CONTRIBUTING.md, which are no part of the site, by the path of the file."""
+    return re.sub(r"\[[^\]]+\]\((?:\.\./)+(benchmarks/[^)]+|CONTRIBUTING\.md)\)", r"`\1`", markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
