@@ -55,7 +55,7 @@ def test_the_commands_of_the_page_lead_from_rows_to_a_search(tmp_path: Path, min
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
-    for line in ("60 seeds", "100% kept, 0 dead letters, 480 calls", "20/20", "serve: checked"):
+    for line in ("60 seeds", "100% kept, 0 dead letters, 480 calls", "20/20", "serve: 180 passages"):
         assert line in output
     shown = [hit for code in SHOWN for hit in HIT.findall(code)]
     assert len(shown) == 6
