@@ -49,7 +49,7 @@ def ray_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
     """A local Ray cluster for all tests of a module.
 
     Its scope is not the session: in a process that stays connected for long, some later call to the cluster is never
-    answered (Ray 2.60; docs/bugs-and-lessons.md). For the same reason tests without a cluster run first.
+    answered (Ray 2.60; docs/contributing/bugs-and-lessons.md). For the same reason tests without a cluster run first.
     """
     import ray
 

@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 from infembed_ray.cli import main as cli  # noqa: E402
 from infembed_ray.cli.help import describe_type  # noqa: E402
 from infembed_ray.config.base import Settings, settings_classes  # noqa: E402
+from infembed_ray.telemetry import METRICS  # noqa: E402
 
 SETTINGS = {
     **{name: [verb.settings] for name, verb in cli.VERBS.items()},
@@ -157,6 +158,7 @@ def http_page() -> str:
     """The HTTP API, from the application's OpenAPI document."""
     from infembed_ray.serving.http.app import create_app
     from infembed_ray.serving.http.auth import ApiKeys
+    from infembed_ray.serving.http.errors import CODES, STATUSES
 
     api = create_app(dict, lambda: "docs", ApiKeys(["key"])).openapi()
     lines = ["# HTTP API\n", api["info"]["description"].strip() + "\n", "| request | what it does |", "|---|---|"]
@@ -168,6 +170,10 @@ def http_page() -> str:
             text = operation.get("description") or operation.get("summary", "")
             lines.append(f"| [`{title}`](#{anchor}) | {text} |")
             sections += [f"\n## `{title}` {{ #{anchor} }}\n", text + "\n", *body_links(operation), statuses(operation)]
+    sections += ["\n## Errors\n", "| status | `code` | meaning |", "|---|---|---|"]
+    for status, text in STATUSES.items():
+        codes = ", ".join(f"`{code}`" for code, of in CODES.items() if of == status)
+        sections.append(f"| {status} | {codes} | {text} |")
     sections.append("\n## Schemas\n")
     for name, schema in api["components"]["schemas"].items():
         sections += [f"\n### {name}\n", schema.get("description", "") + "\n", schema_table(schema)]
@@ -250,17 +256,23 @@ def string(node: ast.expr) -> str | None:
 
 
 def metrics_page() -> str:
-    """The Prometheus metrics of the API."""
+    """The Prometheus metrics of the API and of the stages."""
     rows = [f"| `{name}` | {text} |" for name, text in metrics().items()]
+    of_stages = [f"| `infembed_{name}` | {label or ''} | {text} |" for name, (text, label) in METRICS.items()]
     return "\n".join(
         [
             "# Metrics\n",
             "`GET /metrics` of a running API returns these metrics in Prometheus' text format, for every replica. "
             "Counters end in `_total` there, histograms in `_bucket`, `_sum` and `_count`. "
-            "[Monitoring](../operations/monitoring.md) says which of them to watch, and lists the metrics of the other stages.\n",
+            "[Monitoring](../operations/monitoring.md) names the ones to watch.\n",
             "| metric | meaning |",
             "|---|---|",
             *rows,
+            "\n## The stages\n",
+            "Ray exports these metrics of the other verbs with the prefix `ray_`, and with the labels `stage` and `run`.\n",
+            "| metric | label | meaning |",
+            "|---|---|---|",
+            *of_stages,
         ]
     )
 
@@ -287,7 +299,12 @@ def modules_page(name: str, files: list[Path]) -> str:
     return "\n".join(lines)
 
 
-# Diagrams
+# Links and diagrams
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Replace links to results of benchmarks and to CONTRIBUTING.md, which are no part of the site, by the path of the file."""
+    return re.sub(r"\[[^\]]+\]\((?:\.\./)+(benchmarks/[^)]+|CONTRIBUTING\.md)\)", r"`\1`", markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:

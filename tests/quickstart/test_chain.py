@@ -1,4 +1,4 @@
-"""The quickstart as a user runs it, in an empty directory and without a key, and the texts of the README about it."""
+"""The quickstart as a user runs it, in an empty directory and without a key, and the texts of the tutorial about it."""
 
 import contextlib
 import io
@@ -21,9 +21,9 @@ from infembed_ray.storage.steps import resolve
 from tests.support.files import read_jsonl
 from tests.support.ports import free_port
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-PRINTED, PRINTED_BY_SAMPLE = re.findall(r"```text\n(.*?)```", README, re.DOTALL)[:2]
-SAMPLE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+TUTORIAL = (Path(__file__).parents[2] / "docs" / "start" / "tutorial.md").read_text(encoding="utf-8")
+PRINTED, PRINTED_BY_SAMPLE = re.findall(r"```text\n(.*?)```", TUTORIAL, re.DOTALL)[:2]
+SAMPLE = re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL)[0]
 ROOT = Path("runs/quickstart")
 TOLERANCE = 0.05
 """Absolute tolerance of measures and scores, because the trained weights differ from CPU to CPU."""
@@ -86,7 +86,7 @@ def scores(output):
 
 
 def run_sample(checkpoint):
-    """Run the README's Python sample with a model; returns what it prints."""
+    """Run the tutorial's Python sample with a model; returns what it prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(SAMPLE.replace('"runs/quickstart/checkpoint"', repr(str(checkpoint))), {})
@@ -94,8 +94,8 @@ def run_sample(checkpoint):
 
 
 @pytest.mark.integration
-def test_the_readmes_sample_ignores_the_instruction_before_training(minilm):
-    (sentence,) = re.findall(r"MiniLM before training gives (.*?):", README, re.DOTALL)
+def test_the_tutorials_sample_ignores_the_instruction_before_training(minilm):
+    (sentence,) = re.findall(r"MiniLM before training gives (.*?):", TUTORIAL, re.DOTALL)
     eating, trials = scores(run_sample(minilm)).T
     assert np.stack([eating, trials], axis=1) == pytest.approx(scores(sentence), abs=0.0011)
     assert (eating < trials).all()
@@ -105,7 +105,7 @@ def test_the_readmes_sample_ignores_the_instruction_before_training(minilm):
 @pytest.mark.end_to_end
 @pytest.mark.slow  # .ci/run runs it after the others
 @pytest.mark.timeout(1800)
-def test_quickstart_prints_what_the_readme_shows_and_a_second_run_has_nothing_to_do(
+def test_quickstart_prints_what_the_tutorial_shows_and_a_second_run_has_nothing_to_do(
     tmp_path, monkeypatch, capsys, minilm
 ):
     monkeypatch.chdir(tmp_path)
@@ -116,8 +116,8 @@ def test_quickstart_prints_what_the_readme_shows_and_a_second_run_has_nothing_to
     trained_with_the_recorded_losses()
     measured_as_recorded()
     assert (ROOT / "report.html").stat().st_size > 5_000
-    printed_as_in_the_readme(printed)
-    sample_prints_as_in_the_readme()
+    printed_as_in_the_tutorial(printed)
+    sample_prints_as_in_the_tutorial()
 
     ending = chain.ending(ROOT, ROOT / "report.html", port)
     assert f"infembed serve index=runs/quickstart/index port={port}" in ending
@@ -164,7 +164,7 @@ def measured_as_recorded():
     assert values["MiniLM + InF-Embed"][0] > values["MiniLM"][0]
 
 
-def printed_as_in_the_readme(printed):
+def printed_as_in_the_tutorial(printed):
     columns, of_models = measures(printed)
     expected_columns, expected = measures(PRINTED)
     assert columns == expected_columns
@@ -178,7 +178,7 @@ def printed_as_in_the_readme(printed):
     assert max(len(line) for line in (*PRINTED.splitlines(), *asked) if "(raylet)" not in line) <= 100
 
 
-def sample_prints_as_in_the_readme():
+def sample_prints_as_in_the_tutorial():
     found, expected = scores(run_sample(ROOT / "checkpoint")), scores(PRINTED_BY_SAMPLE)
     assert found == pytest.approx(expected, abs=TOLERANCE)
     for eating, trials in (found.T, expected.T):

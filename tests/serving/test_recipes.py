@@ -93,7 +93,7 @@ def test_openais_client_understands_our_errors(openai_client: openai.OpenAI) -> 
 
 
 def test_our_client(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    names = run("Our own", url)
+    names = run("The infembed client", url)
     assert [hit.id for hit in names["found"].hits] == ranked_ids()[:3]
     printed = capsys.readouterr().out.splitlines()
     explained = [(passage.id, passage.rank) for passage in names["explanation"].passages]

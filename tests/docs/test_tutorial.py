@@ -1,4 +1,4 @@
-"""The page `Your own retriever`: all its commands in one shell, in their order, in a copy of the checkout's files."""
+"""The tutorial's part with own rows: all its commands in one shell, in their order, in a copy of the checkout's files."""
 
 import os
 import re
@@ -10,8 +10,9 @@ import pytest
 from tests.docs.pages import ROOT, blocks, install_commands
 from tests.support.ports import free_port
 
-PAGE = "docs/start/your-own-retriever.md"
-BLOCKS = [block for block in blocks() if block.page == PAGE]
+PAGE = "docs/start/tutorial.md"
+BLOCKS = [block for block in blocks() if block.page == PAGE and block.tested == "tests/docs/test_tutorial.py"]
+SHOWN = [block.code for block in blocks() if block.page == PAGE and block.language == "text"]
 SERVERS = ("python -m tests.support.stand_in_llm", "infembed serve")
 HIT = re.compile(r"\d\.\d{3} +([\w.]+/\w+)")
 FIRST = slice(None, None, 3)  # of the three hits of each search
@@ -54,8 +55,8 @@ def test_the_commands_of_the_page_lead_from_rows_to_a_search(tmp_path: Path, min
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
-    for line in ("60 seeds", "60 kept, 0 rejected, 0 dead letter, 480 calls", "20/20", "serve: checked"):
+    for line in ("60 seeds", "100% kept, 0 dead letters, 480 calls", "20/20", "serve: 180 passages"):
         assert line in output
-    shown = [hit for block in BLOCKS if block.language == "text" for hit in HIT.findall(block.code)]
-    assert len(shown) == 12
-    assert HIT.findall(done.stdout)[FIRST] == shown[FIRST]
+    shown = [hit for code in SHOWN for hit in HIT.findall(code)]
+    assert len(shown) == 6
+    assert HIT.findall(done.stdout)[FIRST] == shown[FIRST] * 2  # of the API, and of the index in this process
