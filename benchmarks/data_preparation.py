@@ -65,7 +65,7 @@ def encoder() -> InstructionEncoder:
 
 
 def preparer(rows: list[Record], model: InstructionEncoder) -> Preparer:
-    return Preparer(TrainSettings(records="-", model="-", output="-"), rows, 0, model, {})
+    return Preparer(TrainSettings(records="-", model="-", output="-"), rows, 0, model)
 
 
 def shares(records: int, workers: int) -> list[list[int]]:

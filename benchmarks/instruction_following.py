@@ -1,19 +1,20 @@
 """Instruction following of a small trained model by objective, design and seed, as in the paper's Tables 3 and 4.
 
     python benchmarks/instruction_following.py --data DATA                      # base, multi{P,I} and the recipe, one seed
-    python benchmarks/instruction_following.py --data DATA --table objectives --seeds 1 2 3 --results runs.jsonl
-    python benchmarks/instruction_following.py --data DATA --table recipe     --seeds 1 2 3 --results runs.jsonl --controls
+    python benchmarks/instruction_following.py --data DATA --table objectives --seeds 1 2 3 --results runs.jsonl --controls
+    python benchmarks/instruction_following.py --data DATA --table data       --seeds 1 2 3 --results runs.jsonl
     python benchmarks/instruction_following.py --data DATA --table designs    --seeds 1 2 3 --results runs.jsonl
     python benchmarks/instruction_following.py --data DATA --table mining     --seeds 1 2   --results runs.jsonl --mined MINED
 
-Models are trained on DATA/infir_mini/train.jsonl and evaluated on dev.jsonl, and on the same records with other words in
-dev_reworded.jsonl, with 1,000 distractors from DATA/msmarco_seeds. MINED is the output of `infembed mine` of train.jsonl.
+Models are trained on DATA/infir_mini/train.jsonl, or the files that a row of the table names. They are evaluated on dev.jsonl and,
+as `reworded`, on dev_reworded.jsonl and dev_more.jsonl together, whose instructions share no content word with the passages, with
+1,000 distractors from DATA/msmarco_seeds. MINED is the output of `infembed mine` of train.jsonl.
 Each run is a process with one worker and one thread. Finished runs are read from --results. `--model decoder` trains MiniLM
 with a causal mask.
 
 The last line is one JSON object, with means over seeds:
-    p_mrr_reworded, p_mrr_reworded_base, p_mrr_reworded_multi    p-MRR x100 on dev_reworded: the recipe, base, multi{P,I}
-    ndcg_change    least change of nDCG@10 against base over the three kinds of query, the recipe on dev_reworded
+    p_mrr_reworded, p_mrr_reworded_base, p_mrr_reworded_multi    p-MRR x100 of the recipe, base, multi{P,I}
+    ndcg_change    least change of nDCG@10 against base over the three kinds of query, the recipe on `reworded`
     p_mrr, p_mrr_base, p_mrr_multi, ndcg_change_original    the same on dev
     seeds          seeds of the recipe
 """
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -52,24 +54,15 @@ DESIGNS: dict[str, dict[str, Any]] = {
 }
 MULTI, RECIPE = "multi{P,I}", "recipe"
 ONE_NEGATIVE: dict[str, Any] = {"instruction_negatives": 1}
-RECIPE_SETTINGS: dict[str, Any] = {
-    "objective": "uni{P,I,IQ}",
-    "term_weights": {"I": 8.0, "IQ": 0.5},
-    **ONE_NEGATIVE,
-    "overlap_dropout": 0.7,
-    "overlap_synonyms": 0.7,
-    "learning_rate": 1e-4,
-}
-"""The recipe of docs/guides/train.md against word matching."""
+RECIPE_SETTINGS: dict[str, Any] = {**ONE_NEGATIVE, "train": ["train_reworded", "train_more"]}
+"""The recipe of jobs/configs/recipes/obedience.yaml."""
 TABLES: dict[str, dict[str, dict[str, Any]]] = {
     "headline": {MULTI: ONE_NEGATIVE, RECIPE: RECIPE_SETTINGS},
-    "recipe": {
+    # About 210 steps each: 4 epochs of 228 records, 2 of 417, and 2 of 417 that each seed draws from 645.
+    "data": {
+        MULTI: {**ONE_NEGATIVE, "epochs": 4},
         RECIPE: RECIPE_SETTINGS,
-        "recipe without similar words": {**RECIPE_SETTINGS, "overlap_dropout": 0.5, "overlap_synonyms": 0.0},
-        "recipe without overlap dropout": {**RECIPE_SETTINGS, "overlap_dropout": 0.0, "overlap_synonyms": 0.0},
-        MULTI: ONE_NEGATIVE,
-        "uni{P}": {"objective": "uni{P}"},
-        "uni{I}": {"objective": "uni{I}", **ONE_NEGATIVE},
+        "all three files": {**ONE_NEGATIVE, "train": ["train", "train_reworded", "train_more"], "drawn": 417},
     },
     "objectives": {objective: {"objective": objective} for objective in OBJECTIVES},
     "designs": DESIGNS,
@@ -82,12 +75,12 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
 }
 BASE = "base"
 Part = Callable[[dict[str, Any]], dict[str, Any]]
-PARTS: dict[str, Part] = {"dev": lambda run: run, "dev_reworded": lambda run: run["reworded"]}
+PARTS: dict[str, Part] = {"dev": lambda run: run, "reworded": lambda run: run["reworded"]}
 """Set of records -> its figures within those of a run."""
 
 
 def train_and_evaluate(run: Run, data: Path, model: str, mined: Path | None, controls: bool) -> dict[str, Any]:
-    """Train and evaluate in this process; return the figures on dev, and on dev_reworded as `reworded`."""
+    """Train and evaluate in this process; return the figures on dev, and on the reworded records as `reworded`."""
     import torch
 
     torch.set_num_threads(1)
@@ -97,7 +90,10 @@ def train_and_evaluate(run: Run, data: Path, model: str, mined: Path | None, con
 
     began = time.monotonic()
     own = dict(run["settings"])
-    records = training_records(data, mined, own.pop("mined", None))
+    names, drawn = own.pop("train", ["train"]), own.pop("drawn", None)
+    records = training_records(data, names, mined, own.pop("mined", None))
+    if drawn:
+        records = random.Random(run["seed"]).sample(records, drawn)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(model)
         if run["label"] != BASE:
@@ -127,14 +123,15 @@ def train_and_evaluate(run: Run, data: Path, model: str, mined: Path | None, con
     )
 
 
-def training_records(data: Path, mined: Path | None, kept: int | None) -> list[Any]:
-    """Return the InF-IR records, or their tuples with `kept` mined negatives after the two of their record."""
+def training_records(data: Path, names: Sequence[str], mined: Path | None, kept: int | None) -> list[Any]:
+    """Return the InF-IR records of some files, their ids after the name of their file, or their tuples with `kept` mined negatives after the two of their record."""
     from infembed_ray.records import tuples
     from infembed_ray.records.tables import Record, read
     from infembed_ray.storage.steps import find_input
 
     if kept is None:
-        return read(data / "infir_mini" / "train.jsonl", Record, "records")
+        files = {name: read(data / "infir_mini" / f"{name}.jsonl", Record, "records") for name in names}
+        return [replace(row, id=f"{name}/{row.id}") for name, rows in files.items() for row in rows]
     assert mined is not None, "--mined is missing"
     return [
         replace(row, negatives=row.negatives[: 2 + kept])
@@ -143,10 +140,12 @@ def training_records(data: Path, mined: Path | None, kept: int | None) -> list[A
 
 
 def evaluate(encoder: Any, data: Path, controls: bool) -> dict[str, Any]:
-    """Return the figures on dev, and on dev_reworded as `reworded`; both have the same passages.
+    """Return the figures on dev, and on the reworded records as `reworded`; `scores` are those of each query.
 
-    With `controls`, also those of the obedience controls, the p-MRR of each query, and nDCG@10 on Cranfield.
+    With `controls`, also those of the obedience controls, and nDCG@10 on Cranfield.
     """
+    import numpy as np
+
     from infembed_ray.evaluation.obedience import Controls
     from infembed_ray.evaluation.tasks import catalogue
     from infembed_ray.evaluation.tasks.infir import instruction_following
@@ -154,30 +153,31 @@ def evaluate(encoder: Any, data: Path, controls: bool) -> dict[str, Any]:
     from infembed_ray.records.tables import Passage, Record, read
 
     others = read(data / "msmarco_seeds" / "seeds.jsonl", Passage, "distractors")
-    tasks = [
-        instruction_following(read(data / "infir_mini" / f"{name}.jsonl", Record, "records"), others, 1000)
-        for name in ("dev", "dev_reworded")
-    ]
-    texts = tasks[0].corpus["text"].to_pylist()
-    assert tasks[1].corpus["text"].to_pylist() == texts
-    passages = encoder.encode_passages(texts, batch_tokens=1024)
+    held_out = {
+        name: read(data / "infir_mini" / f"{name}.jsonl", Record, "records")
+        for name in ("dev", "dev_reworded", "dev_more")
+    }
+    sets = held_out["dev"], held_out["dev_reworded"] + held_out["dev_more"]
+    tasks = [instruction_following(records, others, 1000) for records in sets]
+    texts = list(dict.fromkeys(text for task in tasks for text in task.corpus["text"].to_pylist()))
+    vectors = dict(zip(texts, encoder.encode_passages(texts, batch_tokens=1024), strict=True))
     found = []
     for task in tasks:
+        passages = np.stack([vectors[text] for text in task.corpus["text"].to_pylist()])
         asked = Controls.from_task(task)
         assert asked is not None
         run = rankings(encoder, asked.ask(task) if controls else task, passages)
         scores = score(task, run)
         p_mrr, *ndcg, mean_average_precision = means(scores).values()
         assert p_mrr is not None
-        found.append({"p_mrr": 100 * p_mrr, "ndcg": ndcg, "map": mean_average_precision})
+        found.append({"p_mrr": 100 * p_mrr, "ndcg": ndcg, "map": mean_average_precision, "scores": scores})
         if controls:
-            found[-1]["p_mrr_of"] = scores["p-MRR"]
             found[-1]["obedience"] = {name: means(values) for name, values in asked.measure(task, run).items()}
     if controls:
         with tempfile.TemporaryDirectory() as directory:
             task = catalogue.load(str(cranfield(data / "cranfield", Path(directory))))
-            vectors = encoder.encode_passages(task.corpus["text"].to_pylist(), batch_tokens=1024)
-            found[0]["cranfield"] = means(score(task, rankings(encoder, task, vectors)))["nDCG@10"]
+            passages = encoder.encode_passages(task.corpus["text"].to_pylist(), batch_tokens=1024)
+            found[0]["cranfield"] = means(score(task, rankings(encoder, task, passages)))["nDCG@10"]
     return found[0] | {"reworded": found[1]}
 
 
@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of all runs, as JSON")
     parser.add_argument("--results", type=Path, help="JSONL of finished runs; new ones are appended")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--controls", action="store_true", help="obedience controls, intervals and Cranfield, too")
+    parser.add_argument("--controls", action="store_true", help="obedience controls and Cranfield, too")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     scratch = tempfile.TemporaryDirectory()
@@ -272,11 +272,12 @@ def main() -> None:
                     stream.write(json.dumps(result) + "\n")
 
     print(table(results, [BASE, *chosen]))
-    print("\nReworded instructions:\n" + table([r | r["reworded"] for r in results], [BASE, *chosen]))
+    print("\nReworded:\n" + table([r | r["reworded"] for r in results], [BASE, *chosen]))
+    for name, of in PARTS.items():
+        print(f"\nDifferences to base, {name}:\n{intervals(results, [BASE, *chosen], of)}")
     if arguments.controls:
         for name, of in PARTS.items():
             print(f"\nObedience controls, {name}:\n{controls_table(results, [BASE, *chosen], of)}")
-            print(f"\nDifferences of p-MRR, {name}:\n{intervals(results, list(chosen), of)}")
         print("\nnDCG@10 on Cranfield:", {r["label"]: r["cranfield"] for r in results})
     print(json.dumps(headline(results)))
 
@@ -295,7 +296,7 @@ def controls_table(results: Sequence[dict[str, Any]], labels: Sequence[str], of:
 
 
 def intervals(results: Sequence[dict[str, Any]], labels: Sequence[str], of: Part) -> str:
-    """Format p-MRR x100 of each model, averaged over its seeds, and its difference to multi{P,I}, with 95 % intervals.
+    """Format p-MRR and the differences to base, x100, of each model, averaged over its seeds, with 95 % intervals.
 
     Records are resampled, because both directions of a record belong together; seeds are not.
     """
@@ -303,24 +304,26 @@ def intervals(results: Sequence[dict[str, Any]], labels: Sequence[str], of: Part
 
     from infembed_ray.evaluation.significance import Stratum, compare
 
-    order = [MULTI, BASE, *(label for label in labels if label != MULTI)]
-    values = {label: [of(r)["p_mrr_of"] for r in results if r["label"] == label] for label in order}
-    order = [label for label in order if values[label]]
-    queries = list(values[BASE][0])
-    means = np.array([[100 * statistics.fmean(v[q] for v in values[label]) for label in order] for q in queries])
-    stratum = Stratum.from_values(means, [q.rpartition("/")[0] for q in queries])
-    lines = [f"| model | p-MRR x100 | difference to {MULTI} |", "|---|---:|---:|"]
-    for label, one in zip(order, compare([stratum]), strict=True):
-        cells = [f"{e.value:.1f} [{e.low:.1f}, {e.high:.1f}]" if e else "-" for e in (one.mean, one.difference)]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    scores = {label: [of(r)["scores"] for r in results if r["label"] == label] for label in labels}
+    scores = {label: of_seeds for label, of_seeds in scores.items() if of_seeds}
+    measures = list(scores[BASE][0])
+    lines = [f"| model | {' | '.join(['p-MRR x100', *measures])} |", "|---|" + "---:|" * (1 + len(measures))]
+    cells: dict[str, list[str]] = {label: [] for label in scores}
+    for measure in measures:
+        queries = list(scores[BASE][0][measure])
+        means = [[100 * statistics.fmean(s[measure][q] for s in scores[label]) for label in scores] for q in queries]
+        stratum = Stratum.from_values(np.array(means), [q.rpartition("/")[0] for q in queries])
+        for label, one in zip(scores, compare([stratum]), strict=True):
+            shown = [one.mean, one.difference] if measure == measures[0] else [one.difference]
+            cells[label] += [f"{e.value:.1f} [{e.low:.1f}, {e.high:.1f}]" if e else "-" for e in shown]
+    return "\n".join(lines + [f"| {label} | {' | '.join(values)} |" for label, values in cells.items()])
 
 
 def headline(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of the last line; None for a label without runs."""
     rows = {label: [r for r in results if r["label"] == label] for label in (RECIPE, BASE, MULTI)}
     found: dict[str, Any] = {}
-    for part, of in (("_reworded", PARTS["dev_reworded"]), ("", PARTS["dev"])):
+    for part, of in (("_reworded", PARTS["reworded"]), ("", PARTS["dev"])):
         for label, name in ((RECIPE, ""), (BASE, "_base"), (MULTI, "_multi")):
             values = [of(r)["p_mrr"] for r in rows[label]]
             found[f"p_mrr{part}{name}"] = round(statistics.fmean(values), 2) if values else None

@@ -68,20 +68,6 @@ class TrainSettings(RowSettings):
         description="I-negatives per row: the record's own poisoned instruction, then sampled ones of all workers; null: "
         "all instructions of the worker's own records",
     )
-    overlap_dropout: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="probability of dropping, anew at each step, each word of an instruction that its record's passages "
-        "have too, so that the model cannot match words instead of meaning; 0.5 is a good value, 0.7 with `overlap_synonyms`",
-    )
-    overlap_synonyms: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="probability that a word which `overlap_dropout` drops is replaced by a similar one, by the model's own "
-        "embeddings of its vocabulary before the training; needs a model that embeds words well; 0.7 is a good value",
-    )
     hard_negatives: int | None = Field(7, ge=0, description="hard negatives per tuple, drawn at each step; null: all")
     distillation: Distillation | None = Field(None, description="{}: also learn the tuples' teacher scores")
     iq_negatives: IQNegatives = Field(

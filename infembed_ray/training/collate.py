@@ -13,7 +13,6 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.records.tuples import Example, TrainingRecord
 from infembed_ray.training.losses import NCE, Objective
-from infembed_ray.training.overlap import OverlapDropout
 
 
 @dataclass(frozen=True)
@@ -60,17 +59,14 @@ def flatten(record: TrainingRecord) -> tuple[TrainingTuple, ...]:
     )
 
 
-def drawn(
-    record: TrainingRecord, hard_negatives: int | None, seed: str, overlap_dropout: OverlapDropout | None = None
-) -> TrainingRecord:
-    """Draw what a step uses of a record: words of its instructions, and of an example's passages one positive, which comes
-    first, and at most `hard_negatives` negatives. With the seed of the step, a record draws the same on every worker.
+def drawn(record: TrainingRecord, hard_negatives: int | None, seed: str) -> TrainingRecord:
+    """Draw what a step uses of an example's passages: one positive, which comes first, and at most `hard_negatives` negatives.
+
+    With the seed of the step, a record draws the same on every worker. An InF-IR record stays whole.
     """
-    rng = random.Random(f"{seed}/{record.id}")
-    if overlap_dropout is not None:
-        record = overlap_dropout(record, rng)
     if not isinstance(record, Example):
         return record
+    rng = random.Random(f"{seed}/{record.id}")
     positives = rng.sample(range(len(record.positives)), len(record.positives))
     most = len(record.negatives) if hard_negatives is None else min(hard_negatives, len(record.negatives))
     negatives = sorted(rng.sample(range(len(record.negatives)), most))

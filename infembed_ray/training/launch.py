@@ -29,7 +29,7 @@ from infembed_ray.progress import counted, say, track
 from infembed_ray.records.files import BAD_ROWS_FILE
 from infembed_ray.storage.places import Place, address
 from infembed_ray.storage.steps import STATES, Published, Staging, Step, find_input
-from infembed_ray.training import deepspeed_config, overlap, sources
+from infembed_ray.training import deepspeed_config, sources
 from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.checkpoints.manager import CheckpointManager
 from infembed_ray.training.dataset import RECORDS, Dataset
@@ -127,7 +127,6 @@ def _check_settings(settings: TrainSettings) -> None:
         _check_workers,
         trackers.check,
         Objective.from_settings,
-        overlap.check,
         _check_quantization,
     )
     check_all(*(partial(check, settings) for check in checks))

@@ -18,17 +18,15 @@ from infembed_ray.modeling.pooling import truncate
 from infembed_ray.records.tuples import TrainingRecord
 from infembed_ray.storage import durable
 from infembed_ray.storage.steps import STATES
-from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.checkpoints.manager import CheckpointManager
 from infembed_ray.training.collate import Batch
-from infembed_ray.training.collectives import from_first, mean_over_workers, world
+from infembed_ray.training.collectives import mean_over_workers, world
 from infembed_ray.training.distillation import distill
-from infembed_ray.training.engine import Engine, connect
+from infembed_ray.training.engine import Engine
 from infembed_ray.training.export import export
 from infembed_ray.training.losses import Objective, marginal_loss
 from infembed_ray.training.observability import logs
 from infembed_ray.training.observability.metrics import Meter, Monitor, RunLog, measure, rounded
-from infembed_ray.training.overlap import similar_words
 from infembed_ray.training.preparation import Prepared, Preparer
 from infembed_ray.training.sampler import Sampler
 from infembed_ray.training.scores import Scores, score_batch
@@ -82,12 +80,11 @@ class _Trainer:
         self._directory = directory
         self._preempted = preempted
         self._objective = Objective.from_settings(settings)
-        similar = self._find_similar_words(device)
         torch.manual_seed(settings.seed)
         self._encoder = load_for_training(settings, device)
         self._engine = Engine(self._encoder, settings)
         self._rank, _ = world()  # the engine connects the workers
-        self._preparer = Preparer(settings, records, self._rank, self._encoder, similar)
+        self._preparer = Preparer(settings, records, self._rank, self._encoder)
         self._sampler = Sampler.from_settings(settings, records)
         self._checkpoints = CheckpointManager(directory / STATES, settings, self._sampler)
         self._progress = self._checkpoints.resume(self._engine)
@@ -130,16 +127,6 @@ class _Trainer:
         texts = self._encoder.tokenize_queries(["a"], [None]), self._encoder.tokenize_passages(["a"])
         total = sum(float(self._engine.embed(side).sum()) for side in texts)
         self._monitor.check(self._progress.step, "the sum of the model's embeddings", total)
-
-    def _find_similar_words(self, device: torch.device) -> dict[str, tuple[str, ...]]:
-        """Find similar words for `overlap_synonyms` with the untrained model on worker 0, and give them to all."""
-        settings = self._settings.model_copy(update={"lora": None})
-        if not settings.overlap_synonyms:
-            return {}
-        connect(settings)
-        if world()[0] > 0:
-            return from_first({})
-        return from_first(similar_words(load_encoder(settings, device), self._records))
 
     def _train_step(self, steps: Iterator[Prepared]) -> None:
         self._meter.begin()

@@ -1,9 +1,8 @@
 """Preparation of steps in a thread, while the steps before them run: read, tokenize, collate and lay out."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
@@ -12,7 +11,6 @@ from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.records.tuples import TrainingRecord
 from infembed_ray.training.collate import Batch, collate, drawn
 from infembed_ray.training.losses import Objective
-from infembed_ray.training.overlap import OverlapDropout
 
 ONE_PASS = 1 << 40
 """Token limit of a pass without GradCache: all texts of a side, or of both on one backbone, in one pass."""
@@ -39,10 +37,7 @@ class Prepared:
 
 
 class Preparer:
-    """Prepares steps for one worker: a pure function of the settings, the records and their numbers.
-
-    `similar` are similar words for `overlap_synonyms`; see `similar_words`.
-    """
+    """Prepares steps for one worker: a pure function of the settings, the records and their numbers."""
 
     def __init__(
         self,
@@ -50,15 +45,11 @@ class Preparer:
         records: Sequence[TrainingRecord],
         rank: int,
         encoder: InstructionEncoder,
-        similar: Mapping[str, Sequence[str]],
     ) -> None:
         self._settings = settings
         self._records = records
         self._rank = rank
         self._objective = Objective.from_settings(settings)
-        self._overlap_dropout = None
-        if settings.overlap_dropout:
-            self._overlap_dropout = OverlapDropout(settings.overlap_dropout, settings.overlap_synonyms, similar)
         # A tokenizer is not thread-safe, and a validation sets the encoder to `eval` in the meantime.
         self._encoder = copy.copy(encoder)
         self._encoder.tokenizer = copy.deepcopy(encoder.tokenizer)
@@ -69,8 +60,7 @@ class Preparer:
         number, rows = item
         settings = self._settings
         seed = f"{settings.seed}/{number}"
-        draw = partial(drawn, hard_negatives=settings.hard_negatives, seed=seed, overlap_dropout=self._overlap_dropout)
-        shares = [[draw(self._records[row]) for row in share] for share in rows]
+        shares = [[drawn(self._records[row], settings.hard_negatives, seed) for row in share] for share in rows]
         batch = collate(
             self._encoder,
             shares,

@@ -34,8 +34,6 @@ def decoder_settings(root):
         workers=1,
         records_per_step=4,
         instruction_negatives=2,
-        overlap_dropout=0.7,
-        overlap_synonyms=0.7,
         learning_rate=1e-3,
         deepspeed={"zero_optimization": {"reduce_bucket_size": 100_000}},
         cpus_per_worker=0.5,

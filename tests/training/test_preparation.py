@@ -59,7 +59,7 @@ def test_batches_are_those_of_collate_while_the_same_tokenizer_is_in_use(minilm)
     """A validation tokenizes and encodes in the meantime, with other limits and without dropout."""
     encoder = InstructionEncoder.from_pretrained(minilm).train()
     settings = TrainSettings(records="-", model="-", output="-", instruction_negatives=2, passage_length=64, workers=2)
-    preparer = Preparer(settings, RECORDS, 1, encoder, {})
+    preparer = Preparer(settings, RECORDS, 1, encoder)
     batches = ahead(map(preparer.prepare, enumerate(ROWS * 20)))
     encoder.eval()
     for number, got in enumerate(batches):
