@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from infembed_ray.config.training import TrainSettings
 from infembed_ray.config.verbs import VERBS
 
 ROOT = Path(__file__).parents[2]
@@ -25,3 +26,12 @@ def test_inputs_and_outputs_lie_on_the_shared_file_system(verb):
     assert all(place.startswith(SHARED_DIRECTORY) for place in places)
     mounted = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
     assert SHARED_DIRECTORY.rstrip("/") in mounted
+
+
+def test_the_recipe_of_obedience_loads():
+    settings = TrainSettings.load(str(CONFIGS / "recipes" / "obedience.yaml"))
+    assert {source.path.rpartition("/")[2] for source in settings.sources.values()} == {
+        "train_reworded.jsonl",
+        "train_more.jsonl",
+    }
+    assert settings.output.startswith(SHARED_DIRECTORY)
