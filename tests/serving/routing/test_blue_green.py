@@ -275,6 +275,8 @@ LEFT_OUT = [  # spelt out
 
 
 def test_an_explanation_agrees_with_brute_force_leave_one_out(world: World) -> None:
+    card = world.spec.card.model_copy(update={"exclusion_weight": 0.4})
+    world.spec = world.spec.model_copy(update={"card": card})
     passages = {**PASSAGES, "new": f"{INSTRUCTION} q", "p7": "text 7, replaced"}
     del passages["p3"]
 
@@ -289,6 +291,7 @@ def test_an_explanation_agrees_with_brute_force_leave_one_out(world: World) -> N
         assert len(world.encoder.calls) == 1
         explanation = answer.explanation
         assert explanation is not None
+        assert explanation.excluded == "vendor pages"
         assert [phrase.text for phrase in explanation.phrases] == PHRASES
         assert [INSTRUCTION[phrase.start : phrase.end] for phrase in explanation.phrases] == PHRASES
         ranked, plain = (
