@@ -95,9 +95,9 @@ def split(instruction: str) -> Parts:
 
 
 def with_excluded(queries: Sequence[Question], weight: float) -> list[Question]:
-    """Return the texts to embed for queries: these, and then what their instructions exclude, unless the weight is 0."""
-    excluded = [split(query.instruction or "").unwanted for query in queries] if weight else []
-    return [*queries, *map(Question, filter(None, excluded))]
+    """Return the texts to embed for queries: these, and then, unless the weight is 0, each text that they exclude once."""
+    excluded = dict.fromkeys(filter(None, map(_unwanted, queries))) if weight else ()
+    return [*queries, *map(Question, excluded)]
 
 
 def moved(queries: Sequence[Question], vectors: np.ndarray, weight: float) -> np.ndarray:
@@ -112,8 +112,14 @@ def moved(queries: Sequence[Question], vectors: np.ndarray, weight: float) -> np
     whole, excluded = np.split(vectors, [len(queries)])
     if not len(excluded):
         return whole
-    rows = [row for row, query in enumerate(queries) if split(query.instruction or "").unwanted]
-    apart = whole[rows] - weight * excluded
+    unwanted = [_unwanted(query) for query in queries]
+    places = {text: place for place, text in enumerate(dict.fromkeys(filter(None, unwanted)))}
+    rows = [row for row, text in enumerate(unwanted) if text]
+    apart = whole[rows] - weight * excluded[[places[unwanted[row]] for row in rows]]
     whole = whole.copy()
     whole[rows] = apart / np.maximum(np.linalg.norm(apart, axis=1, keepdims=True), np.finfo(np.float32).tiny)
     return whole
+
+
+def _unwanted(query: Question) -> str:
+    return split(query.instruction or "").unwanted

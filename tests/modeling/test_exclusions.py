@@ -143,24 +143,22 @@ QUESTIONS = [
     Question("heart"),
     Question("lungs", "Plain words."),
     Question("lungs", "Skip trials. Prices can be ignored."),
+    Question("veins", "For nurses; no prices."),
 ]
 
 
 def test_scores_are_those_of_the_query_less_those_of_what_it_excludes_up_to_a_factor() -> None:
-    texts = with_excluded(QUESTIONS, 0.4)
-    assert texts == [*QUESTIONS, Question("prices"), Question("trials; Prices")]
-    vectors, passages = unit_vectors(6, 8, 1), unit_vectors(20, 8, 2).astype(np.float64)
-    for query, vector in zip(QUESTIONS, moved(QUESTIONS, vectors, 0.4), strict=True):
-        whole = vectors[texts.index(query)].astype(np.float64)
-        scores = [float(passage @ whole) for passage in passages]
-        if query.instruction and query.query + query.instruction != "lungsPlain words.":
-            apart = whole - 0.4 * vectors[4 if query.query == "heart" else 5].astype(np.float64)
-            scores = [float(passage @ apart) / math.sqrt(apart @ apart) for passage in passages]
-        np.testing.assert_allclose(passages @ vector, scores, atol=1e-6)
+    assert with_excluded(QUESTIONS, 0.4) == [*QUESTIONS, Question("prices"), Question("trials; Prices")]
+    vectors, passages = unit_vectors(7, 8, 1), unit_vectors(20, 8, 2).astype(np.float64)
+    exact = vectors.astype(np.float64)
+    for row, (vector, excluded) in enumerate(zip(moved(QUESTIONS, vectors, 0.4), (5, None, None, 6, 5), strict=True)):
+        query = exact[row] if excluded is None else exact[row] - 0.4 * exact[excluded]
+        expected = [float(passage @ query) / math.sqrt(query @ query) for passage in passages]
+        np.testing.assert_allclose(passages @ vector, expected, atol=1e-6)
 
 
 def test_a_weight_of_0_and_instructions_without_exclusions_cost_nothing() -> None:
-    vectors = unit_vectors(4, 8, 1)
+    vectors = unit_vectors(5, 8, 1)
     assert with_excluded(QUESTIONS, 0.0) == QUESTIONS
     assert (moved(QUESTIONS, vectors, 0.0) == vectors).all()
     assert with_excluded(QUESTIONS[1:3], 0.4) == QUESTIONS[1:3]
@@ -177,7 +175,7 @@ def test_a_checkpoint_keeps_the_weight_and_the_server_applies_it_as_the_encoder_
     again = InstructionEncoder.from_pretrained(tmp_path / "moved")
     queries, instructions = [q.query for q in QUESTIONS], [q.instruction for q in QUESTIONS]
     expected = encoder.embed(encoder.tokenize_queries(queries, instructions)).astype(np.float64)
-    for row, unwanted in ((0, "prices"), (3, "trials; Prices")):
+    for row, unwanted in ((0, "prices"), (3, "trials; Prices"), (4, "prices")):
         expected[row] -= 0.4 * encoder.embed(encoder.tokenize_queries([unwanted], [None]))[0].astype(np.float64)
         expected[row] /= math.sqrt(expected[row] @ expected[row])
     np.testing.assert_allclose(again.encode_queries(queries, instructions), expected, atol=1e-5)
