@@ -113,8 +113,8 @@ class Validation:
             controls = {name: means(of_control) for name, of_control in self._controls.measure(self._task, run).items()}
             figures |= {f"p_mrr_{name}": controls[name]["p-MRR"] for name in (GENERIC, SHUFFLED) if name in controls}
             figures |= {"p_mrr_bm25": self._of_bm25}
-        figures = {f"{PREFIX}{n}": math.nan if value is None or not finite else value for n, value in figures.items()}
-        return figures | {EXCLUSION_WEIGHT: weight}
+        logged = {f"{PREFIX}{n}": math.nan if value is None or not finite else value for n, value in figures.items()}
+        return logged | {EXCLUSION_WEIGHT: weight}
 
     @cached_property
     def _of_bm25(self) -> float | None:
