@@ -6,7 +6,7 @@
 
 Collections: the InF-IR records of DATA/infir_mini (dev, and dev_reworded, whose instructions share no content words with the
 passages) with 1,000 distractors, Cranfield, and InstructIR's instructions over the passages of their queries (instructir_seeds.py).
-Each is an index of two FAISS shards with words, in this process. The searches are the product's: `excluding`, `LiveShard` and
+Each is an index of two FAISS shards with words, in this process. The searches are the product's: `exclusions`, `LiveShard` and
 `merge`, without Ray and HTTP. Latency is of one query at a time: encoding, shards, merge and re-ranking, on one thread;
 token vectors of passages are cached, as in a server that has seen them.
 
@@ -20,7 +20,6 @@ The last line is one JSON object, with a figure of each row:
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import pickle
 import statistics
@@ -36,21 +35,19 @@ import material
 import numpy as np
 from evaluation_table import cranfield
 
-from infembed_ray.config.serving import RankingSettings
 from infembed_ray.evaluation.metrics import Run, ranks
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.evaluation.tasks.task import Query as TaskQuery
 from infembed_ray.evaluation.tasks.task import Task, means, score
+from infembed_ray.modeling.exclusions import moved, split, with_excluded
 from infembed_ray.modeling.formats import Question
 from infembed_ray.modeling.late_interaction import LateInteraction
 from infembed_ray.records.tables import Passage, Record, read
 from infembed_ray.retrieval.answers import ShardAnswer, ShardQuery, merge
-from infembed_ray.retrieval.instruction_parts import split
 from infembed_ray.retrieval.shards import Build, Shard, shard_of
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog
-from infembed_ray.serving.routing.blue_green import excluding
 
 COLLECTIONS = ["dev", "reworded", "cranfield", "instructir"]
 DEPTH = 100
@@ -61,6 +58,8 @@ CACHE_BYTES = 2**31
 TIMED = 60
 """Queries whose latency is measured."""
 RERANKED = 50
+WEIGHT = 0.4
+"""Weight of exclusions."""
 Rerank = Callable[[TaskQuery, Mapping[str, float]], Mapping[str, float]]
 """Query and its hits (id -> score, best first) -> the hits in another order, with falling numbers as scores."""
 
@@ -69,7 +68,8 @@ class Row(NamedTuple):
     """A part, or several."""
 
     name: str
-    exclude: bool = False
+    exclusion: float = 0.0
+    """Weight of what the instruction excludes."""
     hybrid: float = 0.0
     rerank: bool = False
     """Late interaction, with the same encoder, over the first `RERANKED` hits."""
@@ -77,14 +77,14 @@ class Row(NamedTuple):
 
 ROWS = (
     Row("dense"),
-    Row("+ exclusion", exclude=True),
+    Row("+ exclusion", exclusion=WEIGHT),
     Row("+ hybrid 0.1", hybrid=0.1),
     Row("+ hybrid 0.3", hybrid=0.3),
-    Row("+ both 0.1", exclude=True, hybrid=0.1),
-    Row("+ both 0.3", exclude=True, hybrid=0.3),
+    Row("+ both 0.1", exclusion=WEIGHT, hybrid=0.1),
+    Row("+ both 0.3", exclusion=WEIGHT, hybrid=0.3),
     Row("+ re-ranking", rerank=True),
-    Row("+ exclusion, re-ranking", exclude=True, rerank=True),
-    Row("+ all, hybrid 0.1", exclude=True, hybrid=0.1, rerank=True),
+    Row("+ exclusion, re-ranking", exclusion=WEIGHT, rerank=True),
+    Row("+ all, hybrid 0.1", exclusion=WEIGHT, hybrid=0.1, rerank=True),
 )
 
 
@@ -161,16 +161,10 @@ def search(
     row: Row,
     queries: Sequence[TaskQuery],
     encode: Callable[[Sequence[Question]], np.ndarray],
-    weight: float | None = None,
 ) -> list[dict[str, float]]:
     """Return id -> score for each query, best first."""
-
-    async def encoded(some: Sequence[Question]) -> np.ndarray:
-        return encode(some)
-
     asked = [Question(query.query, query.instruction) for query in queries]
-    ranking = RankingSettings() if weight is None else RankingSettings(exclusion_weight=weight)
-    vectors = asyncio.run(excluding(asked, ranking, encoded)) if row.exclude else encode(asked)
+    vectors = moved(asked, encode(with_excluded(asked, row.exclusion)), row.exclusion)
     query = ShardQuery(vectors, DEPTH)
     if row.hybrid:
         words = [f"{split(q.instruction or '').wanted} {q.query}".strip() for q in asked]
@@ -201,9 +195,8 @@ def run_of(
     shards: Sequence[LiveShard],
     row: Row,
     rerank: Rerank,
-    weight: float | None = None,
 ) -> Run:
-    found = search(shards, row, task.queries, encoder.queries, weight)
+    found = search(shards, row, task.queries, encoder.queries)
     both = zip(task.queries, found, strict=True)
     return {query.id: dict(rerank(query, hits)) if row.rerank else hits for query, hits in both}
 
@@ -261,8 +254,8 @@ def tune(encoder: CachedEncoder, task: Task, shards: Sequence[LiveShard], rerank
     )
     for weight in (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8):
         for hybrid in (0.0, 0.1, 0.2, 0.3, 0.5) if weight in (0.0, 0.6) else (0.0,):
-            row = Row("", exclude=weight > 0, hybrid=hybrid)
-            found = figures(task, run_of(encoder, task, shards, row, rerank, weight or None))
+            row = Row("", weight, hybrid)
+            found = figures(task, run_of(encoder, task, shards, row, rerank))
             kinds = " ".join(f"{value:.3f}" for name, value in found.items() if name.startswith("nDCG@10 ("))
             last = f"{found['p-MRR']:.1f} | {found['violation@2, excluding']:.1f}"
             print(f"| {weight:g} | {hybrid:g} | {kinds} | {last} |")

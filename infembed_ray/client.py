@@ -189,7 +189,6 @@ def _search(
     *,
     top_k: int = 10,
     filter: Mapping[str, Any] | None = None,
-    exclude: bool | None = None,
     hybrid: float | None = None,
     min_sequence: int | None = None,
     rerank: bool | None = None,
@@ -204,7 +203,6 @@ def _search(
         instruction: what the query asks for besides its topic.
         top_k: maximum number of hits, up to 1,000.
         filter: conditions on metadata fields, such as `{"year": {"gte": 2020}, "language": "en"}`.
-        exclude: lower passages that resemble what the instruction excludes; None: as the server is set.
         hybrid: share of BM25 in the score, 0 to 1; None: as the server is set.
         min_sequence: wait until the answer includes the change with this sequence number, which `put` or `delete` returned.
         rerank: re-rank the first hits by the server's reranker; None: the server's default.
@@ -215,7 +213,7 @@ def _search(
     Raises:
         ApiError, Unreachable: as `embed`.
     """
-    body = {"query": query, "instruction": instruction, "filter": filter, "exclude": exclude, "hybrid": hybrid}
+    body = {"query": query, "instruction": instruction, "filter": filter, "hybrid": hybrid}
     body |= {"min_sequence": min_sequence, "rerank": rerank, "model": model}
     body = _without_none(body) | {"top_k": top_k, "explain": explain}
     return _Request("POST", _path("search", collection), SearchResponse.model_validate, body)

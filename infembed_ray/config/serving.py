@@ -19,14 +19,8 @@ def collection_name(name: str) -> str:
 
 
 class RankingSettings(Settings):
-    """How searches are scored. A request can override `exclude` and `hybrid`."""
+    """How searches are scored. A request can override `hybrid`."""
 
-    exclude: bool = Field(False, description="lower passages that resemble what the instruction excludes")
-    exclusion_weight: float = Field(0.6, gt=0, description="weight of what the instruction excludes, against 1")
-    exclusion_keeps_instruction: bool = Field(
-        False,
-        description="with exclude, encode the query under the whole instruction, not under its wanted part: for encoders that are trained on instructions",
-    )
     hybrid: float = Field(0.0, ge=0, le=1, description="share of BM25 in the score; needs an index with lexical=true")
 
 

@@ -1,7 +1,7 @@
 """Model directories: find, describe, load, write and fingerprint them.
 
-A checkpoint is a sentence-transformers directory, with template, interaction and lengths in `infembed.json`. Only the
-functions that load a model or ask the hub import torch and transformers, which take seconds.
+A checkpoint is a sentence-transformers directory, with template, interaction, lengths and the weight of exclusions in
+`infembed.json`. Only the functions that load a model or ask the hub import torch and transformers, which take seconds.
 """
 
 import hashlib
@@ -210,7 +210,8 @@ class Description:
     """What a model says of itself, besides weights and tokenizer; None if it says nothing.
 
     `towers` are the folders of the backbones: one, or those of queries and passages. `max_length` is the token limit of all
-    texts. A `finished` model is made for embedding, so that its tokenizer needs no EOS.
+    texts. A `finished` model is made for embedding, so that its tokenizer needs no EOS. `exclusion_weight` is that of
+    `InstructionEncoder`.
     """
 
     towers: Sequence[str] = SHARED
@@ -223,6 +224,7 @@ class Description:
     max_length: int | None = None
     dimensions: int | None = None
     interaction: Interaction | None = None
+    exclusion_weight: float = 0.0
     finished: bool = False
 
 
@@ -251,6 +253,7 @@ def describe(model: str, with_pooling: bool = True) -> Description:
         max_length=min((length for length in lengths if length), default=None),
         dimensions=settings.get("truncate_dim"),
         interaction=own.get("interaction"),
+        exclusion_weight=own.get("exclusion_weight", 0.0),
         finished=bool(modules),
     )
 

@@ -66,7 +66,7 @@ def write(
             "truncate_dim": description.dimensions,
         },
     )
-    own = ("template", "interaction", "query_length", "passage_length")
+    own = ("template", "interaction", "query_length", "passage_length", "exclusion_weight")
     durable.replace_json(path / OWN_CONFIG, {name: getattr(description, name) for name in own})
 
 

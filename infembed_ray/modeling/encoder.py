@@ -18,10 +18,11 @@ from transformers.models.auto import modeling_auto as auto
 from infembed_ray import progress
 from infembed_ray.config.training import PoolingMode
 from infembed_ray.errors import InputError
-from infembed_ray.modeling import adapters, checkpoint, checkpoint_writer, pipeline, pretrained
+from infembed_ray.modeling import adapters, checkpoint, checkpoint_writer, exclusions, pipeline, pretrained
 from infembed_ray.modeling.attention import prefix_tree
 from infembed_ray.modeling.attention.flex import compile_layers, flex_pays
 from infembed_ray.modeling.attention.packing import enable_packing, first_position, packed, packing_pays
+from infembed_ray.modeling.formats import Question
 from infembed_ray.modeling.interaction import CrossAttention, pair_batches, paired
 from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded
 from infembed_ray.modeling.linear import enable_onednn, fuse_norms
@@ -46,6 +47,9 @@ class InstructionEncoder(nn.Module):
         passage_backbone: backbone of passages; None: the same as of queries.
         interaction: cross-attention of instruction and query; None: they are one text.
         dimensions: number of leading components that make the embedding (Matryoshka); None: all.
+
+    Attributes:
+        exclusion_weight: weight of what the instruction of a query excludes, against 1 for the whole query; 0: none.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class InstructionEncoder(nn.Module):
         self.pooling = pooling
         self.text = text
         self.dimensions = dimensions
+        self.exclusion_weight = 0.0
         self.source: str | None = None
         self._loaded = 0
         self._pad_id = int(tokenizer.pad_token_id)
@@ -126,6 +131,7 @@ class InstructionEncoder(nn.Module):
                 cross_attention.read(path)
         second = backbones[1] if len(backbones) > 1 else None
         encoder = cls(backbones[0], tokenizer, mode, text, second, cross_attention, dimensions)
+        encoder.exclusion_weight = saved.exclusion_weight
         encoder.source = source if is_uri(source) else path
         encoder.to(device)
         encoder._loaded = encoder._count_writes()
@@ -299,17 +305,17 @@ class InstructionEncoder(nn.Module):
         Returns:
             (len(sequences), d) float32 unit vectors, in the order of `sequences`.
         """
-        return self._encode(sequences, lambda texts, _: texts, batch_tokens, show_progress_bar)
+        return self._encode(sequences, lambda texts: texts, batch_tokens, show_progress_bar)
 
     @torch.inference_mode()
     def _encode(
         self,
         texts: Any,
-        tokenize: Callable[[Any, slice], Sequence[Tokens]],
+        tokenize: Callable[[Any], Sequence[Tokens]],
         batch_tokens: int | None,
         show_progress_bar: bool,
     ) -> np.ndarray:
-        """Embed texts, or a single str; `tokenize` takes some texts, and their slice."""
+        """Embed texts, or a single str."""
         if isinstance(texts, str):
             vector: np.ndarray = self._encode([texts], tokenize, batch_tokens, show_progress_bar)[0]
             return vector
@@ -327,13 +333,12 @@ class InstructionEncoder(nn.Module):
         return embeddings
 
     def _passes(
-        self, texts: Sequence[Any], tokenize: Callable[[Any, slice], Sequence[Tokens]], batch_tokens: int
+        self, texts: Sequence[Any], tokenize: Callable[[Any], Sequence[Tokens]], batch_tokens: int
     ) -> Generator[tuple[list[int], Layout], None, None]:
         """Divide texts into passes. For a GPU, one thread tokenizes the next texts and another lays out the next passes."""
         overlap = len(texts) > pipeline.SLICE and self.device.type in pipeline.OVERLAPPING
         size = pipeline.SLICE if overlap else max(1, len(texts))
-        parts = (slice(start, start + size) for start in range(0, len(texts), size))
-        tokenized = ((part.start, tokenize(texts[part], part)) for part in parts)
+        tokenized = ((start, tokenize(texts[start : start + size])) for start in range(0, len(texts), size))
         passes = (
             ([start + row for row in rows], layout)
             for start, sequences in (pipeline.ahead(tokenized) if overlap else tokenized)
@@ -351,7 +356,7 @@ class InstructionEncoder(nn.Module):
         """
         tokenizer, most = self.texts, self.text.passage_length
         return self._encode(
-            inputs, lambda texts, _: tokenizer.tokenize(texts, "passage", most), batch_tokens, show_progress_bar
+            inputs, lambda texts: tokenizer.tokenize(texts, "passage", most), batch_tokens, show_progress_bar
         )
 
     def encode_queries(
@@ -361,7 +366,7 @@ class InstructionEncoder(nn.Module):
         batch_tokens: int | None = None,
         show_progress_bar: bool = False,
     ) -> np.ndarray:
-        """Embed queries under their instructions.
+        """Embed queries under their instructions, moved away from what these exclude by `exclusion_weight`.
 
         Args:
             queries: n queries, or a single str.
@@ -380,9 +385,15 @@ class InstructionEncoder(nn.Module):
             raise InputError(
                 f"instructions: {len(each)} for {count} queries; give one for each query, or one str for all"
             )
-        return self._encode(
-            queries, lambda texts, part: self.tokenize_queries(texts, each[part]), batch_tokens, show_progress_bar
+        asked = list(map(Question, [queries] if isinstance(queries, str) else queries, each))
+        texts = exclusions.with_excluded(asked, self.exclusion_weight)
+        vectors = exclusions.moved(
+            asked, self._encode(texts, self._tokenize_questions, batch_tokens, show_progress_bar), self.exclusion_weight
         )
+        return vectors[0] if isinstance(queries, str) else vectors
+
+    def _tokenize_questions(self, questions: Sequence[Question]) -> list[Tokens]:
+        return self.tokenize_queries([q.query for q in questions], [q.instruction for q in questions])
 
     def encode_passages(
         self, passages: str | Sequence[str], batch_tokens: int | None = None, show_progress_bar: bool = False
@@ -397,7 +408,7 @@ class InstructionEncoder(nn.Module):
         Returns:
             float32 unit vectors: (n, d), or (d,) for a single str.
         """
-        return self._encode(passages, lambda texts, _: self.tokenize_passages(texts), batch_tokens, show_progress_bar)
+        return self._encode(passages, self.tokenize_passages, batch_tokens, show_progress_bar)
 
     @staticmethod
     def similarity(embeddings1: np.ndarray, embeddings2: np.ndarray) -> np.ndarray:
@@ -446,6 +457,7 @@ class InstructionEncoder(nn.Module):
                 passage_length=self.text.passage_length,
                 dimensions=self.dimensions,
                 interaction="joint" if self.interaction is None else "cross_attention",
+                exclusion_weight=self.exclusion_weight,
             ),
             self.backbones,
             self.tokenizer,

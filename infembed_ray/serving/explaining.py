@@ -61,6 +61,9 @@ class Explanation(BaseModel):
     passages: list[ExplainedPassage] = Field(
         description="the hits, then the passages that would be hits without the instruction and are none with it"
     )
+    excluded: str = Field(
+        "", description="what the instruction excludes, if the encoder has an `exclusion_weight`: it lowers scores"
+    )
 
 
 def require_explainable(instruction: str | None, top_k: int) -> None:

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from infembed_ray import __version__, ray_compat
 from infembed_ray.config.serving import DEFAULT_COLLECTION, ServeSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.checkpoint import files_digest, find, local, require_loadable
+from infembed_ray.modeling.checkpoint import describe, files_digest, find, local, require_loadable
 from infembed_ray.ray_cluster import on_a_cluster
 from infembed_ray.records.files import raw_rows
 from infembed_ray.retrieval.faiss_index import require_gpu_faiss
@@ -259,6 +259,7 @@ def _collection(settings: ServeSettings, place: str, others: Mapping[str, Collec
         created=int(time.time()),
         dimension=facts.dimension,
         encoder=facts.encoder,
+        exclusion_weight=describe(local(encoder.model), with_pooling=False).exclusion_weight,
         index_version=arguments.version,
         passages=facts.passages,
         metadata=dict(facts.metadata),

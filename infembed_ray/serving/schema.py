@@ -158,11 +158,6 @@ class SearchRequest(RequestBody):
         description="wait until the answer reflects the changes up to this sequence number (of a put or delete); 503 if "
         "it does not within the request's time-out",
     )
-    exclude: StrictBool | None = Field(
-        None,
-        description="lower passages that resemble what the instruction excludes (`not ...`, `except ...`, `leave out "
-        "...`); null: as the server is set",
-    )
     hybrid: Annotated[float, Field(ge=0, le=1, strict=True)] | None = Field(
         None,
         description="share of BM25 in the score, 0: none; needs a lexical index (GET /v1/models); null: as the server is set",
@@ -192,8 +187,8 @@ class SearchHit(BaseModel):
 
     id: str
     score: float = Field(
-        description="cosine of query and passage; with `exclude` of the query moved away from what it excludes, and with "
-        "`hybrid` the weighted mean of the cosine and relative BM25, so it compares hits of one answer only"
+        description="cosine of query and passage; with `hybrid` the weighted mean of the cosine and relative BM25, so it "
+        "compares hits of one answer only"
     )
     text: str
     metadata: dict[str, Metadata] = Field({}, description="field -> value; dates as in ISO 8601")
@@ -342,6 +337,9 @@ class Model(BaseModel):
     owned_by: str = "infembed_ray"
     dimension: int
     encoder: str = Field(description="fingerprint of the encoder")
+    exclusion_weight: float = Field(
+        0.0, description="weight of what the instruction of a query excludes, against 1 for the whole query; 0: none"
+    )
     index_version: str
     passages: int = Field(description="number of passages in that version, without later changes")
     metadata: dict[str, FieldType] = Field({}, description="metadata field that searches can filter by -> type")

@@ -12,18 +12,20 @@ from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.zero_init import restore_buffers, stored_weights
 
 
-def export(checkpoint: Path, settings: TrainSettings, path: Path) -> None:
+def export(checkpoint: Path, settings: TrainSettings, path: Path, exclusion_weight: float = 0.0) -> None:
     """Write the fp32 master weights of a training checkpoint, of any ZeRO stage, as a model directory.
 
     Adapters are merged into the weights of the model's files. Where every parameter is one tensor of these files, weights
     are read and written file by file; otherwise the model is loaded whole. InputError if weights are not finite.
+    `exclusion_weight` is that of the model.
     """
     weights = deepspeed_compat.master_weights(checkpoint)
     pretrained.require_finite(f"output={settings.output}", ((name, w.contiguous()) for name, w in weights.items()))
     encoder = load_encoder(settings.model_copy(update={"lora": None}), "meta")
+    encoder.exclusion_weight = exclusion_weight
     stored = stored_weights(encoder, models.local(settings.model))
     if stored is None:
-        _export_whole(weights, settings, path)
+        _export_whole(weights, settings, path, exclusion_weight)
         return
     restore_buffers(encoder, stored)
     towers = ("backbone.", "passage_backbone.")[: len(encoder.backbones)]
@@ -39,8 +41,9 @@ def export(checkpoint: Path, settings: TrainSettings, path: Path) -> None:
     encoder.save_pretrained(path, of_towers)
 
 
-def _export_whole(weights: Mapping[str, Stored], settings: TrainSettings, path: Path) -> None:
+def _export_whole(weights: Mapping[str, Stored], settings: TrainSettings, path: Path, exclusion_weight: float) -> None:
     encoder = load_encoder(settings)
+    encoder.exclusion_weight = exclusion_weight
     frozen = {name for name, parameter in encoder.named_parameters() if not parameter.requires_grad}
     loaded = encoder.load_state_dict({k: w.contiguous() for k, w in weights.items() if k not in frozen}, strict=False)
     mismatched = {*loaded.unexpected_keys, *loaded.missing_keys} - frozen

@@ -220,7 +220,7 @@ class _Trainer:
             raise InputError(self._stopped)
         if self._rank == 0:
             checkpoint, exported = self._checkpoints.result()
-            export(checkpoint, self._settings, self._directory)
+            export(checkpoint, self._settings, self._directory, exported.exclusion_weight)
             durable.replace_json(self._directory / EXPORTED, {"step": exported.step, "score": exported.score})
             self._checkpoints.upload_run_files()
         self._checkpoints.clean_up()

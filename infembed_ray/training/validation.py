@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from statistics import fmean
@@ -17,7 +17,9 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.obedience import GENERIC, SHUFFLED, Controls, word_overlap
 from infembed_ray.evaluation.search import DEPTH, exact_search
 from infembed_ray.evaluation.tasks.infir import instruction_following
-from infembed_ray.evaluation.tasks.task import Task, means, score
+from infembed_ray.evaluation.tasks.task import Query, Task, means, score
+from infembed_ray.modeling.exclusions import moved, with_excluded
+from infembed_ray.modeling.formats import Question
 from infembed_ray.records import tables
 from infembed_ray.records.tables import MADE_ID, Record
 from infembed_ray.records.tuples import TrainingRecord
@@ -35,6 +37,12 @@ EXPORTED = "exported.json"
 """File in the output of a run: the step of the exported checkpoint, and its validation score."""
 PREFIX = "validation_"
 """Prefix of the validation figures in the log of a run."""
+EXCLUSION_WEIGHT = "exclusion_weight"
+"""Name in the log of the weight that was chosen."""
+EXCLUSION_WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6)
+"""Weights of exclusions to choose from."""
+MAX_NDCG_LOSS = 0.01
+"""Loss of nDCG@10 against weight 0, in any kind of query, up to which a weight is chosen; `serve` has the same default."""
 
 
 class Validation:
@@ -54,6 +62,7 @@ class Validation:
         if self._settings is None or (progress.step % self._settings.every and progress.step < steps):
             return progress, {}
         figures = self.figures(engine)
+        progress = replace(progress, exclusion_weight=figures.get(EXCLUSION_WEIGHT, 0.0))
         return _with_score(progress, figures[f"{PREFIX}{self._settings.metric}"]), figures
 
     def exhausted(self, progress: Progress) -> bool:
@@ -75,19 +84,28 @@ class Validation:
         every = task.queries if self._controls is None else self._controls.ask(task).queries
         texts, order = _part(task.corpus["text"].to_pylist())
         passages = gather_rows(engine.embed(encoder.tokenize_passages(texts)), [len(texts)] * world()[1])[order]
-        asked, order = _part(every)
+        asked, order = _part(with_excluded([Question(q.query, q.instruction) for q in every], max(EXCLUSION_WEIGHTS)))
         tokens = encoder.tokenize_queries([q.query for q in asked], [q.instruction for q in asked])
         queries = gather_rows(engine.embed(tokens), [len(asked)] * world()[1])[order]
         if world()[0] > 0:
             return from_first({})
-        return from_first(self._figures([q.id for q in every], queries.cpu().numpy(), passages.cpu().numpy()))
+        return from_first(self._figures(every, queries.cpu().numpy(), passages.cpu().numpy()))
 
-    def _figures(self, ids: Sequence[str], queries: np.ndarray, passages: np.ndarray) -> dict[str, float]:
-        """Compute the figures of `infembed evaluate` and their controls; nDCG is the mean over the three kinds of queries."""
+    def _figures(self, queries: Sequence[Query], vectors: np.ndarray, passages: np.ndarray) -> dict[str, float]:
+        """Compute the figures of `infembed evaluate` and their controls; nDCG is the mean over the three kinds of queries.
+
+        Args:
+            vectors: of the queries, and then of what their instructions exclude.
+        """
         assert self._task is not None
-        finite = np.isfinite(queries).all() and np.isfinite(passages).all()
-        rankings = exact_search(queries, passages, self._task.corpus["id"].to_pylist()) if finite else []
-        run = dict(zip(ids, rankings, strict=finite))
+        finite = bool(np.isfinite(vectors).all() and np.isfinite(passages).all())
+        runs: dict[float, dict[str, dict[str, float]]] = {0.0: {}}
+        for weight in EXCLUSION_WEIGHTS if finite else ():
+            asked = moved([Question(q.query, q.instruction) for q in queries], vectors, weight)
+            rankings = exact_search(asked, passages, self._task.corpus["id"].to_pylist())
+            runs[weight] = dict(zip((q.id for q in queries), rankings, strict=True))
+        weight = best_exclusion_weight(self._task, runs)
+        run = runs[weight]
         scores = means(score(self._task, run))
         kinds = [scores[figure.name] for figure in self._task.figures if figure.measure == "nDCG@10"]
         figures = {"p_mrr": scores["p-MRR"], "ndcg_at_10": fmean(value for value in kinds if value is not None)}
@@ -95,13 +113,29 @@ class Validation:
             controls = {name: means(of_control) for name, of_control in self._controls.measure(self._task, run).items()}
             figures |= {f"p_mrr_{name}": controls[name]["p-MRR"] for name in (GENERIC, SHUFFLED) if name in controls}
             figures |= {"p_mrr_bm25": self._of_bm25}
-        return {f"{PREFIX}{n}": math.nan if value is None or not finite else value for n, value in figures.items()}
+        logged = {f"{PREFIX}{n}": math.nan if value is None or not finite else value for n, value in figures.items()}
+        return logged | {EXCLUSION_WEIGHT: weight}
 
     @cached_property
     def _of_bm25(self) -> float | None:
         """p-MRR of word overlap alone."""
         assert self._task is not None
         return word_overlap(self._task, DEPTH)
+
+
+def best_exclusion_weight(task: Task, runs: Mapping[float, dict[str, dict[str, float]]]) -> float:
+    """Return the weight with the highest p-MRR, the first of equals, among those with at most `MAX_NDCG_LOSS`.
+
+    Args:
+        runs: weight -> rankings, first of weight 0.
+    """
+    scores = {weight: means(score(task, run)) for weight, run in runs.items()}
+    kinds = [figure.name for figure in task.figures if figure.measure == "nDCG@10"]
+
+    def is_allowed(weight: float) -> bool:
+        return all((scores[0.0][kind] or 0.0) - (scores[weight][kind] or 0.0) <= MAX_NDCG_LOSS for kind in kinds)
+
+    return max(filter(is_allowed, runs), key=lambda weight: scores[weight]["p-MRR"] or 0.0)
 
 
 def _with_score(progress: Progress, score: float) -> Progress:

@@ -1,5 +1,8 @@
 """A small index and the settings that serve it."""
 
+import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,14 @@ from tests.support.ports import free_port
 @pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("serving")
+
+
+@pytest.fixture(scope="session")
+def minilm(minilm: str, root: Path) -> str:
+    """MiniLM with a weight of exclusions."""
+    shutil.copytree(minilm, root / "minilm", copy_function=os.symlink)
+    (root / "minilm" / "infembed.json").write_text(json.dumps({"exclusion_weight": 0.4}))
+    return str(root / "minilm")
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.training.checkpoints.checkpoint import Progress
 from infembed_ray.training.launch import run
 from infembed_ray.training.observability.logs import read_metrics
-from infembed_ray.training.validation import Validation, held_out, overlapping
+from infembed_ray.training.validation import Validation, best_exclusion_weight, held_out, overlapping
 from tests.modeling import backbones
 from tests.support.workers import run_workers
 from tests.training.test_collate import record
@@ -129,6 +129,9 @@ def test_best_checkpoint_is_exported_and_named_in_the_manifest(made, settings):
     assert best < 8, "the test shows nothing if the last checkpoint is the best"
     manifest = made["validated"].manifest
     assert manifest["exported"]["step"] == manifest["final_metrics"]["step"] == best
+    encoder = InstructionEncoder.from_pretrained(made["validated"].path)
+    assert encoder.exclusion_weight == manifest["final_metrics"]["exclusion_weight"]
+    assert InstructionEncoder.from_pretrained(made["plain"].path).exclusion_weight == 0
     assert manifest["counts"]["steps"] == 8
     assert made["plain"].manifest["exported"] == {"step": 8, "score": None}
     p_mrr, ndcg = evaluated(str(made["validated"].path), settings)
@@ -145,10 +148,12 @@ def test_early_stopping_also_when_resumed_at_that_step(made):
     assert made["patient"].manifest["exported"] == {"step": 3, "score": 0.3}  # the newest of equal scores
 
 
-def evaluated(path, settings):
+def evaluated(path, settings, exclusion_weight=None):
     """Compute p-MRR and mean nDCG@10 of an exported model."""
     _, task = held_out(settings.validation)
     encoder = InstructionEncoder.from_pretrained(path)
+    if exclusion_weight is not None:
+        encoder.exclusion_weight = exclusion_weight
     queries = encoder.encode_queries([q.query for q in task.queries], [q.instruction for q in task.queries])
     ranked = exact_search(
         queries, encoder.encode_passages(task.corpus["text"].to_pylist()), task.corpus["id"].to_pylist()
@@ -156,6 +161,28 @@ def evaluated(path, settings):
     figures = means(score(task, {q.id: r for q, r in zip(task.queries, ranked, strict=True)}))
     ndcg = [value for name, value in figures.items() if name.startswith("nDCG@10")]
     return figures["p-MRR"], sum(ndcg) / len(ndcg)
+
+
+def test_the_weight_of_exclusions_has_the_best_p_mrr_without_loss_of_ndcg(settings):
+    _, task = held_out(settings.validation)
+    others = {id: 0.9 - place / 1000 for place, id in enumerate(task.corpus["id"].to_pylist())}
+
+    def run(change):
+        """The passage of each query first; those that a change of the instruction makes irrelevant fall by `change`."""
+        made = {query: others | dict.fromkeys(judged, 1.0) for query, judged in task.qrels.items()}
+        for one in task.changes:
+            made[one.changed] |= dict.fromkeys(one.documents, 0.9 - change)
+        return made
+
+    runs = {0.0: run(0.0), 0.1: run(0.002), 0.2: run(0.5), 0.3: run(0.5)}
+    p_mrr = {weight: means(score(task, of_run))["p-MRR"] for weight, of_run in runs.items()}
+    assert p_mrr[0.0] < p_mrr[0.1] < p_mrr[0.2] == p_mrr[0.3]
+    assert best_exclusion_weight(task, runs) == 0.2  # the first of equals
+    assert best_exclusion_weight(task, {0.0: runs[0.2], 0.1: runs[0.0]}) == 0.0
+    unchanged = next(query.id for query in task.queries if query.id.endswith("query"))
+    runs[0.2] |= {unchanged: others | dict.fromkeys(task.qrels[unchanged], 0.8)}  # nDCG@10 falls
+    assert best_exclusion_weight(task, runs) == 0.3
+    assert best_exclusion_weight(task, {0.0: {}}) == 0.0  # embeddings were not finite
 
 
 def test_held_out_records_in_the_training_set_are_counted():
@@ -197,7 +224,8 @@ def test_sharded_workers_get_the_figures_of_one_worker(settings):
     shared = settings.model_copy(update={"workers": 2, "share_encoder": False, "lora": None})
     one, other = run_workers(worker, 2, shared)
     assert one == other
-    assert one["validation_p_mrr"] == pytest.approx(evaluated(settings.model, settings)[0], abs=1e-6)
+    expected, _ = evaluated(settings.model, settings, one["exclusion_weight"])
+    assert one["validation_p_mrr"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_last_step_of_early_stopping_needs_a_checkpoint_even_without_score(settings):

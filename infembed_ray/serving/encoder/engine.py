@@ -14,6 +14,8 @@ import numpy as np
 
 from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
+from infembed_ray.modeling import exclusions
+from infembed_ray.modeling.formats import Question
 from infembed_ray.modeling.linear import cpu_has_bf16
 from infembed_ray.modeling.tokenizer import TextTokenizer, Tokens
 from infembed_ray.progress import say
@@ -34,7 +36,7 @@ SLICE = 128
 
 
 class EncodingEngine:
-    """Embeds texts. All calls come from one event loop; build it with `load`."""
+    """Embeds texts as `InstructionEncoder` does. All calls come from one event loop; build it with `load`."""
 
     def __init__(
         self,
@@ -42,10 +44,12 @@ class EncodingEngine:
         batching: BatchingEngine,
         dtype: str = "float32",
         prefixes: PrefixCache | None = None,
+        exclusion_weight: float = 0.0,
     ) -> None:
         self.batching = batching
         self.dtype = dtype
         self.prefixes = prefixes
+        self.exclusion_weight = exclusion_weight
         self._tokenizer = tokenizer
         # One thread, because truncation is mutable state of a fast tokenizer; not the event loop, which a long text
         # would block.
@@ -80,7 +84,7 @@ class EncodingEngine:
         )
         dtype = str(encoder.dtype).removeprefix("torch.")
         say(f"serve: the encoder runs in {dtype}")
-        return cls(encoder.texts, batching, dtype, prefixes)
+        return cls(encoder.texts, batching, dtype, prefixes, encoder.exclusion_weight)
 
     async def embed(
         self, texts: Sequence[str], instructions: Sequence[str | None] | None, timeout_s: float | None = None
@@ -95,13 +99,20 @@ class EncodingEngine:
         self.batching.require_capacity(len(texts), timeout_s)  # before any work is done
         loop = asyncio.get_running_loop()
         began = loop.time()
+        asked: list[Question] = []
+        if instructions is not None:
+            asked = list(map(Question, texts, instructions))
+            texts, instructions = zip(*exclusions.with_excluded(asked, self.exclusion_weight), strict=True)
         tokens: list[Tokens] = []
         for start in range(0, len(texts), SLICE):
             part = slice(start, start + SLICE)
             of_part = None if instructions is None else instructions[part]
             tokens += await loop.run_in_executor(self._thread, self._tokenize, texts[part], of_part)
         left = None if timeout_s is None else timeout_s - (loop.time() - began)
-        return Embedded(await self.batching.embed(tokens, left), sum(map(len, tokens)))
+        vectors = await self.batching.embed(tokens, left)
+        if asked:
+            vectors = exclusions.moved(asked, vectors, self.exclusion_weight)
+        return Embedded(vectors, sum(map(len, tokens)))
 
     def _tokenize(self, texts: Sequence[str], instructions: Sequence[str | None] | None) -> list[Tokens]:
         try:

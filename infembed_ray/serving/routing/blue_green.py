@@ -10,16 +10,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from infembed_ray.config.serving import RankingSettings, ServeSettings
+from infembed_ray.modeling.exclusions import split
 from infembed_ray.modeling.formats import Question
 from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import ShardQuery
-from infembed_ray.retrieval.instruction_parts import away, split
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
 from infembed_ray.serving import explaining, schema
@@ -150,13 +148,13 @@ class Release:
         asked = [question := Question(text, search.instruction or None)]
         if search.explain:
             asked = [Question(text, variant) for variant in explaining.variants(instruction, phrases)]
-        vectors = await self._encode(asked, search, deadline)
+        vectors = await self.encoder.query_cache(asked, deadline)
         encoded = time.perf_counter()
         reranker = None if search.rerank is False else self.reranker
         depth = max(search.top_k, reranker.settings.depth) if reranker else search.top_k
         query = ShardQuery(vectors[:1], depth, search.filter, search.min_sequence)
         if hybrid:
-            # A bag of words cannot negate, so the unwanted part is left out also where `exclude` is false.
+            # A bag of words cannot negate, so the unwanted part is left out.
             words = f"{split(instruction).wanted} {text}".strip()
             query = replace(query, texts=[words], depth=max(HYBRID_DEPTH, search.top_k))
         ranked = await self._fan_out.search(query, deadline, hybrid)
@@ -172,6 +170,8 @@ class Release:
             wanted = explaining.explained_ids(ids, plain_ids, search.top_k)
             scores = await self._fan_out.scores(wanted, vectors, deadline)
             explanation = explaining.explanation(phrases, ids, plain_ids, search.top_k, scores)
+            if self.card.exclusion_weight:
+                explanation.excluded = split(instruction).unwanted
             if changed := len(wanted) - len(scores):
                 notes.append(f"explain: passages that changed meanwhile: {changed}.")
         return schema.SearchResponse(
@@ -187,15 +187,6 @@ class Release:
             notes=notes,
             explanation=explanation,
         )
-
-    async def _encode(self, questions: Sequence[Question], search: schema.SearchRequest, deadline: float) -> np.ndarray:
-        """Return (questions, d) unit vectors, moved away from what the instructions exclude if the search asks for it."""
-
-        async def encode(texts: Sequence[Question]) -> np.ndarray:
-            return await self.encoder.query_cache(texts, deadline)
-
-        exclude = self._ranking.exclude if search.exclude is None else search.exclude
-        return await (excluding(questions, self._ranking, encode) if exclude else encode(questions))
 
     async def rerank(self, query: Question, texts: Sequence[str]) -> np.ndarray:
         """Score passages by the reranker, which `card` must name: (len(texts)) float32."""
@@ -290,27 +281,3 @@ class Release:
     def _deadline(self) -> float:
         """Return the deadline of a request that arrives now, by the event loop's time."""
         return now() + self._timeout_s
-
-
-async def excluding(
-    questions: Sequence[Question],
-    ranking: RankingSettings,
-    encode: Callable[[Sequence[Question]], Awaitable[np.ndarray]],
-) -> np.ndarray:
-    """Encode questions so that passages which resemble what their instructions exclude score lower.
-
-    Each of n questions is encoded under what its instruction wants (with `exclusion_keeps_instruction` under all of it), and
-    its vector is moved away from that of the unwanted part. `encode` returns (texts, d) unit vectors; returns (n, d).
-    """
-    parts = [split(question.instruction or "") for question in questions]
-    numbers = [number for number, part in enumerate(parts) if part.unwanted]
-    texts = list(questions)
-    if not ranking.exclusion_keeps_instruction:
-        for number in numbers:
-            texts[number] = Question(texts[number].query, parts[number].wanted or None)
-    encoded = await encode(texts + [Question(parts[number].unwanted) for number in numbers])
-    vectors, unwanted = np.split(encoded, [len(questions)])
-    if numbers:
-        vectors = vectors.copy()
-        vectors[numbers] = away(vectors[numbers], unwanted, ranking.exclusion_weight)
-    return vectors

@@ -46,6 +46,7 @@ class Progress:
     """How far a run is: steps done, and records seen, those of the second epoch again.
 
     `score` is the validation score at this step, `best` the highest so far, and `stale` counts the evaluations since then.
+    `exclusion_weight` is that of `InstructionEncoder`, as the last evaluation chose it.
     """
 
     step: int = 0
@@ -53,6 +54,7 @@ class Progress:
     score: float | None = None
     best: float | None = None
     stale: int = 0
+    exclusion_weight: float = 0.0
 
 
 @dataclass(frozen=True)

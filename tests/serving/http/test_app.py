@@ -63,7 +63,7 @@ def test_an_invalid_embeddings_request_gets_the_field_and_the_reason(
         ({"query": "q", "filter": {"yeer": 1}}, "filter"),
         ({"query": "q", "filter": {"year": {"gte": "x"}}}, "filter"),
         ({"query": "q", "filter": []}, "filter"),
-        ({"query": "q", "exclude": 1}, "exclude"),
+        ({"query": "q", "exclude": True}, "exclude"),  # a field of 0.3
         ({"query": "q", "hybrid": 1.5}, "hybrid"),
         ({"query": "q", "hybrid": True}, "hybrid"),
         ({"query": "q", "hybrid": 0.3}, "hybrid"),  # the index has no words

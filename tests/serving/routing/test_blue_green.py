@@ -25,7 +25,7 @@ from infembed_ray.serving.http.app import create_app
 from infembed_ray.serving.http.auth import ApiKeys
 from infembed_ray.serving.release import CollectionSpec, EncoderArguments, IndexArguments, ReleaseSpec
 from infembed_ray.serving.routing import blue_green
-from infembed_ray.serving.routing.blue_green import Release, excluding
+from infembed_ray.serving.routing.blue_green import Release
 from infembed_ray.serving.routing.encoder_calls import EncoderCalls
 from infembed_ray.serving.routing.reranking import RerankStage
 from infembed_ray.serving.service import (
@@ -263,6 +263,8 @@ LEFT_OUT = [  # spelt out
 
 
 def test_an_explanation_agrees_with_brute_force_leave_one_out(world: World) -> None:
+    card = world.spec.card.model_copy(update={"exclusion_weight": 0.4})
+    world.spec = world.spec.model_copy(update={"card": card})
     passages = {**PASSAGES, "new": f"{INSTRUCTION} q", "p7": "text 7, replaced"}
     del passages["p3"]
 
@@ -277,6 +279,7 @@ def test_an_explanation_agrees_with_brute_force_leave_one_out(world: World) -> N
         assert len(world.encoder.calls) == 1
         explanation = answer.explanation
         assert explanation is not None
+        assert explanation.excluded == "vendor pages"
         assert [phrase.text for phrase in explanation.phrases] == PHRASES
         assert [INSTRUCTION[phrase.start : phrase.end] for phrase in explanation.phrases] == PHRASES
         ranked, plain = (
@@ -393,16 +396,9 @@ async def test_documents_beyond_the_limit_are_refused_and_deletions_are_not(
     await release.put([Document("m3", "text")])
 
 
-# ------------------------------------------------------------------------------------------- exclusions and words
+# --------------------------------------------------------------------------------------------- hybrid
 
 QUERY = Question("text", "Prices of 7, no history")
-WEIGHT = 0.6
-
-
-def moved(query: Question) -> np.ndarray:
-    """The vector of a search for `QUERY` with its exclusion; the test's encoder embeds "instruction query"."""
-    apart = vector(f"Prices of 7 {query.query}") - WEIGHT * vector("None history")
-    return apart / np.linalg.norm(apart)
 
 
 def ranked(scores: dict[str, float], k: int) -> list[str]:
@@ -421,26 +417,14 @@ def words(world: World, query: str, texts: dict[str, str]) -> dict[str, float]:
     return scores
 
 
-def test_an_exclusion_searches_with_a_moved_vector_after_one_call_to_the_encoder(world: World) -> None:
-    async def scenario(release: Release) -> None:
-        answer = await release.search(request(*QUERY, 9, exclude=True))
-        scores = {id: float(moved(QUERY) @ vector(text)) for id, text in PASSAGES.items()}
-        assert [hit.id for hit in answer.hits] == ranked(scores, 9)
-        assert [hit.score for hit in answer.hits] == pytest.approx(sorted(scores.values())[::-1][:9], abs=1e-6)
-
-    world.play(scenario)
-    assert world.encoder.calls == [1]  # one item of two texts
-
-
-@pytest.mark.parametrize("exclude", [False, True])
-def test_a_hybrid_search_fuses_all_shards_and_reads_only_wanted_words(world: World, exclude: bool) -> None:
+def test_a_hybrid_search_fuses_all_shards_and_reads_only_wanted_words(world: World) -> None:
     async def scenario(release: Release) -> None:
         await release.put([Document("new", "prices prices of 7 text", {}), Document("p3", "history history", {})])
-        search = request(*QUERY, 8, filter={"year": {"lt": 50}}, exclude=exclude, hybrid=0.4, min_sequence=1)
+        search = request(*QUERY, 8, filter={"year": {"lt": 50}}, hybrid=0.4, min_sequence=1)
         answer = await release.search(search)
         texts = {id: text for id, text in PASSAGES.items() if int(id[1:]) < 50 and id != "p3"}
         lexical = words(world, "Prices of 7 text", texts)
-        query = moved(QUERY) if exclude else vector("Prices of 7, no history text")
+        query = vector("Prices of 7, no history text")
         largest = max(lexical.values())
         scores = {id: 0.6 * float(query @ vector(text)) + 0.4 * lexical[id] / largest for id, text in texts.items()}
         assert [hit.id for hit in answer.hits] == ranked(scores, 8)
@@ -458,22 +442,6 @@ def test_an_older_release_without_words_ignores_the_default(world: World) -> Non
         assert default.hits == plain.hits
 
     world.play(scenario, ranking=RankingSettings(hybrid=0.9))
-
-
-def test_several_questions_keep_their_order_whether_or_not_they_exclude() -> None:
-    asked: list[Question] = []
-
-    async def encode(questions: Any) -> np.ndarray:
-        asked.extend(questions)
-        return np.stack([vector(f"{q.instruction} {q.query}") for q in questions])
-
-    ranking = RankingSettings(exclusion_weight=WEIGHT)
-    vectors = asyncio.run(excluding([Question("a", "I"), QUERY, Question("b")], ranking, encode))
-    np.testing.assert_allclose(vectors, [vector("I a"), moved(QUERY), vector("None b")], rtol=1e-5)
-    asked.clear()
-    whole = ranking.model_copy(update={"exclusion_keeps_instruction": True})
-    asyncio.run(excluding([QUERY], whole, encode))
-    assert asked == [QUERY, Question("history")]
 
 
 # ---------------------------------------------------------------------------------------------------- collections
