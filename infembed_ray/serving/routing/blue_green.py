@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from infembed_ray.config.serving import RankingSettings, ServeSettings
 from infembed_ray.modeling.exclusions import split
 from infembed_ray.modeling.formats import Question
