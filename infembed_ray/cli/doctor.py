@@ -61,7 +61,7 @@ def _holds(name: str, check: Callable[[], Iterator[str]]) -> bool:
             say(f"FAIL  {name}: {fault}")
         return False
     except Exception as error:  # a library that is broken in a way that nobody foresaw
-        say(f"FAIL  {name}: {in_one_line(error)}; reinstall: pip install --force-reinstall {PACKAGE}")
+        say(f"FAIL  {name}: {in_one_line(error)}; install this package again, from its checkout")
         return False
     return True
 
@@ -108,7 +108,7 @@ def _faiss() -> Iterator[str]:
 
     faiss = load()
     on_gpus = hasattr(faiss, "StandardGpuResources")
-    remedy = "; for GPUs: pip uninstall -y faiss-cpu, then pip install 'infembed-ray[gpu]'"
+    remedy = "; for GPUs: pip uninstall -y faiss-cpu, then pip install 'faiss-gpu<2'"
     yield f"{faiss.__version__} for {'GPUs' if on_gpus else 'CPUs'}{remedy if _nvidia_smi() and not on_gpus else ''}"
 
 

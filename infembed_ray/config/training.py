@@ -117,7 +117,9 @@ class TrainSettings(RowSettings):
     seed: int = Field(42, description="seed of the record order, sampled negatives and dropout")
     validation: ValidationSettings | None = Field(None, description="evaluation on held-out records; null: none")
     zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 keeps fp32 master weights")
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="bf16 keeps fp32 master weights, on a GPU from rounded ones"
+    )
     offload: Literal["optimizer", "all"] | None = runtime_field(
         None,
         description="what DeepSpeed keeps in CPU memory: optimizer, its states and the fp32 weights; all, the parameters "

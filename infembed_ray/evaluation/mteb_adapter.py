@@ -72,7 +72,7 @@ def load(model: str, device: str = "cpu") -> MtebEncoder:
         InputError: there is no such model, it is no encoder, or mteb is not installed.
     """
     if importlib.util.find_spec("mteb") is None:
-        raise InputError("mteb is not installed; pip install 'infembed-ray[mteb]'")
+        raise InputError("mteb is not installed; pip install 'mteb>=2.26,<3'")
     from mteb.models import ModelMeta
 
     settings = baselines.resolve("mteb", model)

@@ -104,7 +104,7 @@ def four_bits(device: str | torch.device) -> dict[str, Any]:
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():
         raise InputError("lora.quantized=true: needs a CUDA GPU; set gpus_per_worker=1 on one, or lora.quantized=false")
     if find_spec("bitsandbytes") is None:
-        raise InputError("lora.quantized=true: bitsandbytes is not installed; pip install 'infembed-ray[qlora]'")
+        raise InputError("lora.quantized=true: bitsandbytes is not installed; pip install bitsandbytes")
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(

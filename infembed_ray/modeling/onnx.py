@@ -57,7 +57,7 @@ def require_exportable(encoder: InstructionEncoder, model: str) -> None:
     try:
         import onnx  # noqa: F401
     except ImportError as error:
-        raise InputError("onnx is not installed; pip install 'infembed-ray[onnx]'") from error
+        raise InputError("onnx is not installed; pip install onnx onnxruntime") from error
     if encoder.causal:
         raise InputError(f"model={model}: is a causal decoder, which cannot be exported; serve it without ONNX")
     if encoder.interaction is not None:

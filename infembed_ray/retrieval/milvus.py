@@ -392,7 +392,7 @@ def _connect(address: MilvusAddress, timeout_s: float) -> tuple[Any, bool]:
     try:
         import pymilvus
     except ImportError as error:
-        raise address.fault("needs the client of Milvus", "pip install 'infembed-ray[milvus]'") from error
+        raise address.fault("needs the client of Milvus", "pip install 'pymilvus>=2.6,<4'") from error
     logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # it logs a traceback for each error that it raises
     token = os.environ.get(TOKEN_ENV, "")
     deadline = time.monotonic() + min(PATIENCE_S, timeout_s)

@@ -386,7 +386,7 @@ def _aws_profile() -> Any:
             "AWS_PROFILE",
             None,
             "credentials in AWS's files need boto3",
-            "pip install 'infembed-ray[aws]', or set AWS_ACCESS_KEY_ID",
+            "pip install boto3, or set AWS_ACCESS_KEY_ID",
         ) from error
     try:
         return provider.Boto3CredentialProvider()

@@ -22,11 +22,12 @@ from typing import Any
 from infembed_ray import __version__
 from infembed_ray.config.base import Kind, Settings, with_texts
 from infembed_ray.errors import InputError, check_all
+from infembed_ray.progress import say
 from infembed_ray.storage import durable, provenance
 from infembed_ray.storage.leases import lease
 from infembed_ray.storage.object_store import Entry, Folder, convert_errors, is_uri, listing_digest, scratch
 from infembed_ray.storage.places import Place, errors_at, expanded, fingerprint_files, has_pattern, read_text
-from infembed_ray.storage.run_state import recorded
+from infembed_ray.storage.run_state import SUFFIX, recorded
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -344,6 +345,7 @@ class Step:
             if self.found():
                 fault = "another run has just finished this output"
                 raise InputError.of("output", self.place, fault, "run again to use it")
+            self._say_what_is_not_resumed()
             staging = Staging(self.partial, self.remote)
             staging.path.mkdir(exist_ok=True)
             start = time.monotonic()
@@ -361,6 +363,14 @@ class Step:
                 durable.publish_directory(staging.path, self.path)
                 if latest:
                     set_latest(self.place, self.identity)
+
+    def _say_what_is_not_resumed(self) -> None:
+        """Name the unfinished run of other settings or inputs that this one does not resume, if it resumes none."""
+        own = self.root / f".{self.identity}{SUFFIX}"
+        others = [] if self.partial.exists() else [file for file in self.root.glob(f".*{SUFFIX}") if file != own]
+        if others:
+            other = others[0].name.removesuffix(SUFFIX).strip(".")
+            say(f"{self.stage}: starts from the beginning: the unfinished run {other} has other settings or inputs")
 
     def published(self) -> Published:
         """Return the output that `publish` made."""

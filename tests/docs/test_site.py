@@ -10,7 +10,7 @@ import pytest
 
 from tests.docs.pages import ROOT
 
-pytest.importorskip("mkdocs", reason="pip install 'infembed-ray[docs]'")
+pytest.importorskip("mkdocs", reason="pip install mkdocs-material 'mkdocstrings[python]'")
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

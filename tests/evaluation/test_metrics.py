@@ -100,7 +100,7 @@ def test_measures_by_ir_measures_names_equal_trec_evals(chance):
 @pytest.fixture(scope="module")
 def mteb_metrics():
     """mteb's measures as its FollowIR and InstructIR tasks use them."""
-    return pytest.importorskip("mteb._evaluators.retrieval_metrics", reason="pip install 'infembed-ray[mteb]'")
+    return pytest.importorskip("mteb._evaluators.retrieval_metrics", reason="pip install 'mteb'")
 
 
 @pytest.mark.integration

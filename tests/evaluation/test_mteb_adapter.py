@@ -32,7 +32,7 @@ ROUNDING = 0.5e-5 + 1e-9
 def _import_mteb():
     """Import mteb, which takes seconds, only when a test runs."""
     global mteb
-    mteb = pytest.importorskip("mteb", reason="pip install 'infembed-ray[mteb]'")
+    mteb = pytest.importorskip("mteb", reason="pip install 'mteb'")
 
 
 @pytest.fixture(scope="module")

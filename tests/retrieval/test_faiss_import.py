@@ -34,5 +34,5 @@ def test_the_fault_of_faiss_is_named(
     with pytest.raises(InputError, match=expected) as refused:
         load()
     assert "\n" not in str(refused.value)
-    assert "pip install 'infembed-ray[cpu]'" in str(refused.value)
+    assert "pip install 'faiss-cpu<2'" in str(refused.value)
     sys.modules.pop("faiss", None)

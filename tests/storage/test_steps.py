@@ -68,14 +68,17 @@ def test_other_contents_or_settings_make_another_output_and_latest_follows_the_l
     assert resolve(tmp_path / "out") == first.path
 
 
-def test_a_failed_block_publishes_nothing_and_the_next_run_finds_its_files(tmp_path):
+def test_a_failed_block_publishes_nothing_and_the_next_run_finds_its_files(tmp_path, capsys):
     with pytest.raises(ZeroDivisionError), step(tmp_path).publish() as staging:
         (staging.path / "half").write_text("half")
         _ = 1 / 0
     assert step(tmp_path).finished() is None
+    with step(tmp_path, seed=7).publish():
+        assert f"the unfinished run {step(tmp_path).identity} has other settings or inputs" in capsys.readouterr().out
     with step(tmp_path).publish() as staging:
         assert (staging.path / "half").read_text() == "half"
     assert step(tmp_path).finished() is not None
+    assert "starts from the beginning" not in capsys.readouterr().out
 
 
 @pytest.mark.integration
