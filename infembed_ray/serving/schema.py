@@ -222,6 +222,14 @@ class RerankDocument(BaseModel):
     text: Text
 
 
+class RerankResult(BaseModel):
+    """A passage by its place in the request, and its relevance."""
+
+    index: int
+    relevance_score: float = Field(description="on the reranker's own scale, as `rerank_score` of a search")
+    document: RerankDocument | None = None
+
+
 TextOrDocument = Annotated[
     Annotated[Text, Tag("_text")] | Annotated[RerankDocument, Tag("_object")],
     Discriminator(lambda value: "_text" if isinstance(value, str) else "_object"),
@@ -247,13 +255,11 @@ class RerankRequest(RequestBody):
         """Return the passages."""
         return [one if isinstance(one, str) else one.text for one in self.documents]
 
-
-class RerankResult(BaseModel):
-    """A passage by its place in the request, and its relevance."""
-
-    index: int
-    relevance_score: float = Field(description="on the reranker's own scale, as `rerank_score` of a search")
-    document: RerankDocument | None = None
+    def ranked(self, scores: list[float]) -> list[RerankResult]:
+        """Return the results for the scores of `texts`, the most relevant first; of equal scores, the first passage."""
+        best = sorted(range(len(scores)), key=lambda place: -scores[place])[: self.top_n]
+        shown = [RerankDocument(text=text) for text in self.texts()] if self.return_documents else [None] * len(scores)
+        return [RerankResult(index=place, relevance_score=scores[place], document=shown[place]) for place in best]
 
 
 class RerankResponse(BaseModel):

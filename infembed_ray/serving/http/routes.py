@@ -6,6 +6,7 @@ Each request reads the current service of its collection once, so it is answered
 import asyncio
 from base64 import b64encode
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -98,17 +99,22 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
+def _for_both(api: APIRouter, method: str, path: str, model: Any, *statuses: int) -> Callable[[Endpoint], Endpoint]:
+    """Register a route for the default collection and for a named one."""
+
+    def register(endpoint: Endpoint) -> Endpoint:
+        for prefix, more in (("/v1", ()), ("/v1/collections/{collection}", (404,))):
+            responses = error_responses(*statuses, *more)
+            api.add_api_route(prefix + path, endpoint, methods=[method], response_model=model, responses=responses)
+        return endpoint
+
+    return register
+
+
 def add_collection_routes(api: APIRouter, collections: Collections) -> None:
     """Add the routes of a collection: search and documents, each for the default collection and for a named one."""
 
-    def both(method: str, path: str, model: Any, *statuses: int) -> Callable[[Endpoint], Endpoint]:
-        def register(endpoint: Endpoint) -> Endpoint:
-            for prefix, more in (("/v1", ()), ("/v1/collections/{collection}", (404,))):
-                responses = error_responses(*statuses, *more)
-                api.add_api_route(prefix + path, endpoint, methods=[method], response_model=model, responses=responses)
-            return endpoint
-
-        return register
+    both = partial(_for_both, api)
 
     @both("POST", "/search", schema.SearchResponse, 404)
     async def search(body: schema.SearchRequest, request: Request) -> Response:
@@ -131,17 +137,8 @@ def add_collection_routes(api: APIRouter, collections: Collections) -> None:
             raise HttpError("model_not_found", schema.NO_RERANKER, param="model")
         if body.model != name:
             _require_model(service, body.model)
-        texts = body.texts()
-        scores = await service.rerank(Question(body.query, body.instruction or None), texts)
-        results = [
-            schema.RerankResult(
-                index=i,
-                relevance_score=scores[i],
-                document=schema.RerankDocument(text=texts[i]) if body.return_documents else None,
-            )
-            for i in np.argsort(-scores, kind="stable")[: body.top_n].tolist()
-        ]
-        return json_response(schema.RerankResponse(model=name, results=results))
+        scores = await service.rerank(Question(body.query, body.instruction or None), body.texts())
+        return json_response(schema.RerankResponse(model=name, results=body.ranked(scores.tolist())))
 
     @both("PUT", "/documents", schema.ChangeResponse, 507)
     async def put_documents(body: schema.PutRequest, request: Request) -> Response:
