@@ -145,11 +145,8 @@ def shown_rows(records: RecordSet, removed: Mapping[int, Removal]) -> list[Secti
     by_kind: dict[str, list[Section]] = {}
     for row in _rows(records, removed):
         by_kind.setdefault(row["kind"], []).append(row)
-    return [row for rows in by_kind.values() for row in nsmallest(SHOWN, rows, key=_place)]
-
-
-def _place(row: Section) -> bytes:
-    return sha256(row["id"].encode()).digest()
+    drawn = (nsmallest(SHOWN, rows, key=lambda row: sha256(row["id"].encode()).digest()) for rows in by_kind.values())
+    return [row for rows in drawn for row in rows]
 
 
 def _rows(records: RecordSet, removed: Mapping[int, Removal]) -> Iterator[Section]:

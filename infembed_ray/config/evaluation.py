@@ -137,16 +137,12 @@ class RetrieverSettings(Settings):
         return {name: value for name, value in dump(self).items() if name in self.model_fields_set}
 
 
-def _form(given: Any) -> str:
-    return "<RetrieverSettings>" if isinstance(given, (Mapping, Settings)) else "<str>"
-
-
 if TYPE_CHECKING:
     NamedRetriever = str | RetrieverSettings
 else:  # tagged, so that an error is about the form that was given
     NamedRetriever = Annotated[
         Annotated[ModelName, Tag("<str>")] | Annotated[RetrieverSettings, Tag("<RetrieverSettings>")],
-        Discriminator(_form),
+        Discriminator(lambda given: f"<{'RetrieverSettings' if isinstance(given, (Mapping, Settings)) else 'str'}>"),
     ]
 """A retriever by its name, or its settings."""
 

@@ -83,10 +83,6 @@ def _float(value: Any) -> Any:
     return float(number) if exact else value
 
 
-def _text(value: Any) -> Any:
-    return value.isoformat() if isinstance(value, date) else text_of(value, "")
-
-
 def _day(value: Any) -> Any:
     if isinstance(value, str) and len(value) > len("2024-05-31"):
         value = datetime.fromisoformat(value)
@@ -102,7 +98,7 @@ def _strings(value: Any) -> Any:
 
 
 _READ: Mapping[FieldType, Callable[[Any], Any]] = {
-    "string": _text,
+    "string": lambda value: value.isoformat() if isinstance(value, date) else text_of(value, ""),
     "integer": _integer,
     "number": _float,
     "boolean": lambda value: {"true": True, "false": False}[value.lower()] if isinstance(value, str) else value,

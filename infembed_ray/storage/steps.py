@@ -345,7 +345,12 @@ class Step:
             if self.found():
                 fault = "another run has just finished this output"
                 raise InputError.of("output", self.place, fault, "run again to use it")
-            self._say_what_is_not_resumed()
+            own = self.root / f".{self.identity}{SUFFIX}"
+            if not self.partial.exists() and (
+                others := [file for file in self.root.glob(f".*{SUFFIX}") if file != own]
+            ):
+                other = others[0].name.removesuffix(SUFFIX).strip(".")
+                say(f"{self.stage}: starts from the beginning: the unfinished run {other} has other settings or inputs")
             staging = Staging(self.partial, self.remote)
             staging.path.mkdir(exist_ok=True)
             start = time.monotonic()
@@ -363,14 +368,6 @@ class Step:
                 durable.publish_directory(staging.path, self.path)
                 if latest:
                     set_latest(self.place, self.identity)
-
-    def _say_what_is_not_resumed(self) -> None:
-        """Name the unfinished run of other settings or inputs that this one does not resume, if it resumes none."""
-        own = self.root / f".{self.identity}{SUFFIX}"
-        others = [] if self.partial.exists() else [file for file in self.root.glob(f".*{SUFFIX}") if file != own]
-        if others:
-            other = others[0].name.removesuffix(SUFFIX).strip(".")
-            say(f"{self.stage}: starts from the beginning: the unfinished run {other} has other settings or inputs")
 
     def published(self) -> Published:
         """Return the output that `publish` made."""

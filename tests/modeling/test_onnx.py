@@ -7,6 +7,9 @@ from infembed_ray.config.training import ExportSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.onnx import INPUTS, OUTPUT, run
+from infembed_ray.storage.object_store import Folder
+from infembed_ray.storage.steps import resolve_input
+from tests.support.object_store import upload
 
 onnxruntime = pytest.importorskip("onnxruntime")
 TEXTS = ["no", "how is aspirin dosed", "what does a passage about bread say " * 9, "word " * 120]
@@ -40,19 +43,22 @@ def test_the_graph_gives_torchs_embeddings_for_all_lengths(family, pooling, back
 
 
 @pytest.mark.integration
-def test_separate_encoders_have_a_graph_each_and_the_models_dimensions_are_in_it(backbone_path, tmp_path):
+def test_separate_encoders_have_a_graph_each_and_the_models_dimensions_are_in_it(backbone_path, bucket, tmp_path):
+    """Model and graph are in an object store."""
     encoder = InstructionEncoder.from_pretrained(backbone_path("modernbert"), share_encoder=False, dimensions=8)
     for parameter in encoder.passage_backbone.parameters():
         parameter.data.mul_(1.2)
     encoder.save_pretrained(tmp_path / "model")
-    made = run(ExportSettings(model=str(tmp_path / "model"), output=str(tmp_path / "onnx")))
+    store = f"{bucket}/{tmp_path.name}"
+    upload(tmp_path / "model", Folder(f"{store}/model"))
+    made = resolve_input(run(ExportSettings(model=f"{store}/model", output=f"{store}/onnx")).uri, "graph")
     short = InstructionEncoder.from_pretrained(str(tmp_path / "model"))
     pad = short.tokenizer.pad_token_id
     for name, tokens in (
         ("query", short.tokenize_queries(TEXTS, [None] * 4)),
         ("passage", short.tokenize_passages(TEXTS)),
     ):
-        np.testing.assert_allclose(embedded(made.path / f"{name}.onnx", tokens, pad), short.embed(tokens), atol=1e-5)
+        np.testing.assert_allclose(embedded(made / f"{name}.onnx", tokens, pad), short.embed(tokens), atol=1e-5)
 
 
 def test_a_decoder_is_refused_before_any_work(backbone_path, tmp_path):

@@ -1,5 +1,7 @@
 """Checkpoints in an object store: which machine wins, and uploads that fail."""
 
+import re
+
 import pytest
 
 from infembed_ray.errors import InputError
@@ -47,6 +49,10 @@ def test_machine_that_is_behind_downloads_newer_checkpoint_and_run_files(machine
     one, other = warnings(tmp_path / "a")
     assert one == "logged by b"
     assert "step-00000003-unfinished is not used" in other
+    [newest] = {name.split("/")[0] for name in (ahead._remote / "states").entries() if name.startswith("step-00000002")}
+    (ahead._remote / "states").write(f"{newest}/file", "damaged")
+    assert machine("c").resume(Writer()).step == 1
+    assert re.search(rf"{newest} is not used: file has 7 bytes instead of \d+", warnings(tmp_path / "c")[-1])
 
 
 def test_run_that_is_behind_deletes_no_later_checkpoints_in_the_store(machine):
