@@ -131,8 +131,9 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
     memory = with_framework(tensors)
     # GradCache repeats every forward pass but the last; checkpointing repeats each. A forward pass is a third.
     repeated = settings.activation_checkpointing + (1 - 1 / work.passes if settings.grad_cache_tokens else 0.0)
-    measured = measured_mfu(size.parameters, work.tokens / (work.passes if settings.grad_cache_tokens else 1))
-    mfu, source = measured if settings.mfu is None else (settings.mfu, "as set")
+    mfu, source = settings.mfu, "as set"
+    if mfu is None:
+        mfu, source = measured_mfu(size.parameters, work.tokens / (work.passes if settings.grad_cache_tokens else 1))
     seconds = work.flops * (1 + repeated / 3) / ((peak_flops(name, precision_of(settings)) or math.inf) * mfu)
     hours, price = seconds * work.steps / 3600, settings.gpu_usd_per_hour
     return TrainPlan(
