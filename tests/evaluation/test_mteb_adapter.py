@@ -233,7 +233,7 @@ def test_what_is_no_model_of_mteb_is_rejected(model, fault):
         mteb_adapter.load(model)
 
 
-def test_without_mteb_the_error_names_the_extra(monkeypatch):
+def test_without_mteb_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"infembed-ray\[mteb\]"):
+    with pytest.raises(InputError, match=r"pip install 'mteb"):
         mteb_adapter.load("x")

@@ -183,7 +183,7 @@ def test_credentials_come_from_the_files_of_aws_too(faulty, folder, tmp_path, mo
     assert "OFTHETEAM" in faulty.requests[-1].headers["authorization"]
     monkeypatch.setattr(object_store.importlib, "import_module", lambda name: __import__("no_such_module"))
     monkeypatch.setenv("AWS_REGION", "eu-west-1")  # another environment, another client
-    with pytest.raises(InputError, match=r"AWS_PROFILE: .*pip install 'infembed-ray\[aws\]'"):
+    with pytest.raises(InputError, match=r"AWS_PROFILE: .*pip install boto3"):
         folder.put("object", b"1")
 
 
