@@ -161,7 +161,7 @@ def in_a_row(layers: int, compiler: CountingGraphs | None, count: int, rounds: i
 
 
 def engine(layers: int, stage: int) -> dict[str, float]:
-    """Count the operators of a step of 12 tuples through DeepSpeed; all forms of the passes are those of a CPU."""
+    """Count the operators of a step of 12 tuples through DeepSpeed, with the passes of a CPU."""
     from infembed_ray.training.engine import Engine
 
     encoder = steps.encoder_of(backbone(layers))

@@ -157,7 +157,9 @@ def _place(value: str) -> Iterator[str]:
 
 def _disk(place: Path) -> Iterator[str]:
     """Check the free space: Ray starts no task on a disk that is 95 % full."""
-    usage = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists()))
+    from infembed_ray.storage.steps import existing
+
+    usage = shutil.disk_usage(existing(place))
     free = f"{place}: {usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.0f}"
     if usage.free < max(LEAST_FREE, usage.total / 20):
         raise InputError(

@@ -277,7 +277,7 @@ def load(
     import torch
 
     setting = f"model={model}"
-    native = native or is_own(model)
+    native = native or bool(read_json(model, OWN_CONFIG))  # `checkpoint_writer.write` wrote it
     remedy = "set bidirectional=true or false, as its model card says, to load the class of transformers instead, or "
     configs = [pretrained.config(model, setting, tower, native=native, remedy=remedy) for tower in towers]
     tokenizer = pretrained.tokenizer(model, setting, towers[0], native=native, remedy=remedy)
@@ -302,11 +302,6 @@ def load(
         rest = [*cast(Any, now)] if isinstance(now, normalizers.Sequence) else [now] * (now is not None)
         tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rest])
     return backbones, tokenizer
-
-
-def is_own(model: str) -> bool:
-    """Return whether `checkpoint_writer.write` wrote the model, so that it has its template and lengths."""
-    return bool(read_json(model, OWN_CONFIG))
 
 
 def _towers(model: str, revision: str | None = None) -> Sequence[str]:

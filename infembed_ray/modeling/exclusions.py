@@ -96,8 +96,7 @@ def split(instruction: str) -> Parts:
 
 def with_excluded(queries: Sequence[Question], weight: float) -> list[Question]:
     """Return the texts to embed for queries: these, and then, unless the weight is 0, each text that they exclude once."""
-    excluded = dict.fromkeys(filter(None, map(_unwanted, queries))) if weight else ()
-    return [*queries, *map(Question, excluded)]
+    return [*queries, *map(Question, _excluded(queries) if weight else ())]
 
 
 def moved(queries: Sequence[Question], vectors: np.ndarray, weight: float) -> np.ndarray:
@@ -112,13 +111,18 @@ def moved(queries: Sequence[Question], vectors: np.ndarray, weight: float) -> np
     whole, excluded = np.split(vectors, [len(queries)])
     if not len(excluded):
         return whole
-    unwanted = [_unwanted(query) for query in queries]
-    places = {text: place for place, text in enumerate(dict.fromkeys(filter(None, unwanted)))}
-    rows = [row for row, text in enumerate(unwanted) if text]
-    apart = whole[rows] - weight * excluded[[places[unwanted[row]] for row in rows]]
+    places = {text: place for place, text in enumerate(_excluded(queries))}
+    of_rows = {row: places[text] for row, query in enumerate(queries) if (text := _unwanted(query))}
+    rows = list(of_rows)
+    apart = whole[rows] - weight * excluded[list(of_rows.values())]
     whole = whole.copy()
     whole[rows] = apart / np.maximum(np.linalg.norm(apart, axis=1, keepdims=True), np.finfo(np.float32).tiny)
     return whole
+
+
+def _excluded(queries: Sequence[Question]) -> list[str]:
+    """Return each text that queries exclude once, in their order."""
+    return list(dict.fromkeys(filter(None, map(_unwanted, queries))))
 
 
 def _unwanted(query: Question) -> str:

@@ -193,16 +193,15 @@ def hits_of(passages: pa.Table | pa.RecordBatch, scores: np.ndarray, rows: pa.Ar
     metadata: Iterable[Mapping[str, Any]] = repeat(_NO_METADATA)
     if columns:
         as_json = (c.cast(pa.string()) if pa.types.is_date(c.type) else c for c in columns)
-        listed = [_with_iso_times(c.to_pylist()) if pa.types.is_timestamp(c.type) else c.to_pylist() for c in as_json]
+        listed = [
+            [value and value.isoformat() for value in c.to_pylist()] if pa.types.is_timestamp(c.type) else c.to_pylist()
+            for c in as_json
+        ]
         values = zip(*listed, strict=True)
         names = passages.schema.names[2:]
         metadata = (dict(zip(names, of_row, strict=True)) for of_row in values)
     ids, texts = (column.to_numpy(zero_copy_only=False) for column in (ids, texts))
     return list(map(Hit, ids, scores.tolist(), texts, metadata))
-
-
-def _with_iso_times(values: list[Any]) -> list[str | None]:
-    return [value and value.isoformat() for value in values]
 
 
 def write_vectors(

@@ -177,6 +177,7 @@ class AdmissionControl:
         self._app = app
         # One limit per path: large requests of one kind are rejected sooner and must not block the other kinds.
         self._limits = {path: ConcurrencyLimit() for path in LIMITED_PATHS}
+        self._limits["/v2/rerank"] = self._limits["/v1/rerank"]  # two paths of one route
         self._rejection = too_many_requests().response()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -253,13 +253,13 @@ def _collection(settings: ServeSettings, place: str, others: Mapping[str, Collec
         if _changed_at(arguments, changes) == _changed_at(spec.index, spec.changes):
             fault = f"is the index of the collection {other!r} too, and both would change the same documents"
             raise InputError.of("index", arguments.index, fault, "give each collection an index of its own")
-    encoder, name = _encoder(settings, arguments.index, facts, others)
+    encoder, name, exclusion_weight = _encoder(settings, arguments.index, facts, others)
     card = schema.Model(
         id=name,
         created=int(time.time()),
         dimension=facts.dimension,
         encoder=facts.encoder,
-        exclusion_weight=describe(local(encoder.model), with_pooling=False).exclusion_weight,
+        exclusion_weight=exclusion_weight,
         index_version=arguments.version,
         passages=facts.passages,
         metadata=dict(facts.metadata),
@@ -278,11 +278,11 @@ def _changed_at(index: IndexArguments, changes: str | None) -> str:
 
 def _encoder(
     settings: ServeSettings, index: str, facts: IndexFacts, others: Mapping[str, CollectionSpec]
-) -> tuple[EncoderArguments, str]:
-    """Return the encoder of an index and its name in the API, without its weights."""
+) -> tuple[EncoderArguments, str, float]:
+    """Return the encoder of an index, without its weights, its name in the API, and its weight of exclusions."""
     for spec in others.values():
         if spec.encoder.fingerprint == facts.encoder:
-            return spec.encoder, spec.card.id
+            return spec.encoder, spec.card.id, spec.card.exclusion_weight
     model = find(settings.model or facts.model, "model").path
     path = local(model)
     fingerprint = _fingerprint(path, facts.dimensions)
@@ -294,7 +294,7 @@ def _encoder(
             remedy = "build both indexes with one encoder, or give one of the two directories another name"
             raise InputError.of("index", index, fault, remedy)
     arguments = EncoderArguments(model=model, fingerprint=fingerprint, dimensions=facts.dimensions, settings=settings)
-    return arguments, name
+    return arguments, name, describe(path, with_pooling=False).exclusion_weight
 
 
 def _fingerprint(model: str, dimensions: int | None) -> str:

@@ -257,9 +257,9 @@ class RerankRequest(RequestBody):
 
     def ranked(self, scores: list[float]) -> list[RerankResult]:
         """Return the results for the scores of `texts`, the most relevant first; of equal scores, the first passage."""
-        best = sorted(range(len(scores)), key=lambda place: -scores[place])[: self.top_n]
-        shown = [RerankDocument(text=text) for text in self.texts()] if self.return_documents else [None] * len(scores)
-        return [RerankResult(index=place, relevance_score=scores[place], document=shown[place]) for place in best]
+        best, texts = sorted(range(len(scores)), key=lambda place: -scores[place])[: self.top_n], self.texts()
+        shown = {place: RerankDocument(text=texts[place]) for place in best} if self.return_documents else {}
+        return [RerankResult(index=place, relevance_score=scores[place], document=shown.get(place)) for place in best]
 
 
 class RerankResponse(BaseModel):

@@ -132,10 +132,9 @@ def prepare(settings: SynthesizeSettings) -> tuple[SeedReader, PriceTable, Step]
     """
     seeds, table, *_ = check_all(
         lambda: SeedReader(settings),
-        lambda: prices.load(settings.prices),
+        lambda: _prices(settings),
         lambda: templates.check(settings.prompts),
         lambda: _check_steps(settings),
-        lambda: check_limits(settings.limits, models(settings), prices.load(settings.prices)),
     )
     named = {"seeds": seeds.path, "prompts": templates.DIRECTORY}
     if settings.prices is not None:
@@ -143,6 +142,12 @@ def prepare(settings: SynthesizeSettings) -> tuple[SeedReader, PriceTable, Step]
     if settings.prompts is not None:
         named["own_prompts"] = resolve_input(settings.prompts, "prompts")
     return seeds, table, Step("synthesize", settings, settings.output, named)
+
+
+def _prices(settings: SynthesizeSettings) -> PriceTable:
+    table = prices.load(settings.prices)
+    check_limits(settings.limits, models(settings), table)
+    return table
 
 
 def resolve(settings: SynthesizeSettings, seeds: SeedReader, table: PriceTable) -> Job:

@@ -100,9 +100,10 @@ class Validation:
         assert self._task is not None
         finite = bool(np.isfinite(vectors).all() and np.isfinite(passages).all())
         runs: dict[float, dict[str, dict[str, float]]] = {0.0: {}}
-        for weight in EXCLUSION_WEIGHTS if finite else ():
-            asked = moved([Question(q.query, q.instruction) for q in queries], vectors, weight)
-            rankings = exact_search(asked, passages, self._task.corpus["id"].to_pylist())
+        asked, ids = [Question(q.query, q.instruction) for q in queries], self._task.corpus["id"].to_pylist()
+        weights = EXCLUSION_WEIGHTS if len(vectors) > len(asked) else EXCLUSION_WEIGHTS[:1]  # else all are alike
+        for weight in weights if finite else ():
+            rankings = exact_search(moved(asked, vectors, weight), passages, ids)
             runs[weight] = dict(zip((q.id for q in queries), rankings, strict=True))
         weight = best_exclusion_weight(self._task, runs)
         run = runs[weight]
