@@ -1,6 +1,5 @@
 """The pages of the documentation, their code blocks, links and inline code."""
 
-import importlib.util
 import inspect
 import re
 import shlex
@@ -8,9 +7,9 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from infembed_ray import api
+from scripts import reference
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -37,21 +36,11 @@ class Block:
 
 
 @cache
-def hooks() -> Any:
-    """The module docs/hooks/pages.py, which generates the reference."""
-    spec = importlib.util.spec_from_file_location("docs_hooks_pages", DOCS / "hooks" / "pages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@cache
 def written() -> dict[str, str]:
     """Path from the root -> Markdown of every page that people write."""
     files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-    return {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
+    people = [file for file in files if reference.REFERENCE not in file.parents]
+    return {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in people}
 
 
 @cache
@@ -65,8 +54,8 @@ def docstrings() -> str:
 
 @cache
 def all_pages() -> dict[str, str]:
-    """The written pages and the generated ones."""
-    return written() | {f"docs/{uri}": text for uri, text in hooks().generated().items()}
+    """The written pages and those of docs/reference/."""
+    return written() | {f"docs/reference/{name}": text for name, text in reference.generated().items()}
 
 
 def prose(text: str) -> str:
