@@ -500,7 +500,7 @@ def bases(value: type) -> str:
 
 def markdown(value: Any) -> str:
     """A docstring in Google's style as Markdown."""
-    text = inspect.getdoc(value) or ""
+    text = re.sub(r"^>>> .*(?:\n.+)*", r"```pycon\n\g<0>\n```", inspect.getdoc(value) or "", flags=re.MULTILINE)
     return _SECTION.sub(lambda found: section(found[1], found[2]), f"{text}\n").replace("\n\n\n", "\n\n")
 
 

@@ -6,9 +6,9 @@ import shlex
 import sys
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
-from infembed_ray import api
 from scripts import reference
 
 ROOT = Path(__file__).parents[2]
@@ -45,11 +45,12 @@ def written() -> dict[str, str]:
 
 @cache
 def docstrings() -> str:
-    """The docstrings of the functions of `infembed_ray.api`, with their examples."""
-    functions = (
-        value for value in vars(api).values() if inspect.isfunction(value) and value.__module__ == api.__name__
+    """The docstrings of the public API, with their examples; tests/test_client.py runs those of the clients."""
+    modules = (
+        (f"infembed_ray.{name}", names) for public in reference.PYTHON.values() for name, names in public.items()
     )
-    return "\n\n".join(inspect.getdoc(function) or "" for function in functions)
+    values = (getattr(import_module(m), name) for m, names in modules if not m.endswith(".client") for name in names)
+    return "\n\n".join(inspect.getdoc(value) or "" for value in values)
 
 
 @cache
@@ -67,7 +68,7 @@ def prose(text: str) -> str:
 def blocks() -> list[Block]:
     """Every fenced block of the written pages and of the public functions' docstrings."""
     found = []
-    for page, text in {**written(), "infembed_ray/api.py": docstrings()}.items():
+    for page, text in {**written(), "docs/reference/python.md": docstrings()}.items():
         end = 0
         for match in _FENCE.finditer(text):
             marker = _MARKER.search(match["before"])

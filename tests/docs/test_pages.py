@@ -1,10 +1,12 @@
 """The documentation agrees with the code: commands, settings, links, files, tests and metrics."""
 
+import doctest
 import json
 import re
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +187,13 @@ def test_the_reference_depends_on_the_code_alone(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], cwd="/", env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == reference.generated()
+
+
+@pytest.mark.parametrize(
+    "module", sorted({f"infembed_ray.{m}" for public in reference.PYTHON.values() for m in public})
+)
+def test_doctests_of_the_public_api(module: str) -> None:
+    assert doctest.testmod(import_module(module)).failed == 0
 
 
 def test_the_reference_has_every_public_name() -> None:
