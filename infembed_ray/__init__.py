@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from infembed_ray.storage.steps import Published
     from infembed_ray.training.marginal_loss import MarginalLoss
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 _MODULES = {
     "api": ("build_index", "evaluate", "load_records", "synthesize", "train"),

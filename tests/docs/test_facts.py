@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import infembed_ray
 from infembed_ray import client
 from infembed_ray.analysis import diversity, overlap, raters, report
 from infembed_ray.cli import main as cli
@@ -183,3 +184,17 @@ def test_a_default_in_prose_is_that_of_the_setting(page: str) -> None:
 def test_defaults_are_found_in_prose() -> None:
     found = {name for page in written() for name, _ in quoted(page)}
     assert found >= {"recall_floor", "compact_at", "checkpoint_every", "cheap_judge.audit", "timeout_s"}
+
+
+# Versions
+
+
+def test_versions_are_that_of_the_first_section_of_the_changelog() -> None:
+    first = re.search(r"^## (\S+)( \(unreleased\))?", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert first is not None
+    assert infembed_ray.__version__ == first[1] + (".dev0" if first[2] else "")
+    places = [*(ROOT / "jobs").rglob("*.yaml"), *(ROOT / "docs").rglob("*.md"), ROOT / "docker" / "Dockerfile"]
+    texts = (file.read_text(encoding="utf-8") for file in [*places, ROOT / "cluster.yaml", ROOT / "README.md"])
+    tags = [tag for text in texts for tag in re.findall(r"\binfembed-ray:([\w.]+)-c(?:pu|uda)", text)]
+    assert len(tags) > 8
+    assert set(tags) == {first[1]}
