@@ -214,16 +214,18 @@ def http_page() -> str:
     lines = ["# HTTP API\n", api["info"]["description"].strip() + "\n", "## Requests\n"]
     requests = [(f"`{m.upper()} {path}`", one) for path, methods in api["paths"].items() for m, one in methods.items()]
     every = set.intersection(*(set(errors(operation)) for _, operation in requests))
+    titles = {title for title, _ in requests}
     rows = (
         (
             title,
-            escaped(operation.get("description", "")),
-            *bodies(operation),
+            f"as {default}" if of_collection and default in titles else escaped(operation.get("description", "")),
+            " -> ".join(filter(None, bodies(operation))),
             ", ".join(code for code in errors(operation) if code not in every),
         )
         for title, operation in requests
+        for of_collection, default in [("{collection}" in title, title.replace("/collections/{collection}", ""))]
     )
-    lines.append(table("request", "what it does", "body", "answer", "errors", rows=rows))
+    lines.append(table("request", "what it does", "body -> answer", "errors", rows=rows))
     lines.append(f"Every request can also fail with {', '.join(sorted(every))}.\n")
     statuses = [
         (str(status), ", ".join(f"`{code}`" for code, of in CODES.items() if of == status), text)
