@@ -42,6 +42,14 @@ class InstructionEncoder(nn.Module):
 
     Build it with `from_pretrained`.
 
+    ```python
+    from infembed_ray import InstructionEncoder
+
+    encoder = InstructionEncoder.from_pretrained("runs/quickstart/checkpoint")
+    passages = encoder.encode_passages(["Adults: 500 mg twice a day.", "Metformin lowers blood sugar."])
+    print(encoder.similarity(encoder.encode_queries("metformin", "Only doses."), passages))
+    ```
+
     Args:
         backbone, tokenizer: a Hugging Face encoder or decoder without head, and its fast tokenizer.
         pooling, text: how token states become one vector; template, prefixes and lengths.
@@ -399,9 +407,8 @@ class InstructionEncoder(nn.Module):
         count = 1 if isinstance(queries, str) else len(queries)
         each = [instructions] * count if instructions is None or isinstance(instructions, str) else instructions
         if len(each) != count:
-            raise InputError(
-                f"instructions: {len(each)} for {count} queries; give one for each query, or one str for all"
-            )
+            fault = f"instructions: {len(each)} for {count} queries; give one for each query, or one str for all"
+            raise InputError(fault)
         asked = list(map(Question, [queries] if isinstance(queries, str) else queries, each))
         texts = exclusions.with_excluded(asked, self.exclusion_weight)
         vectors = exclusions.moved(
