@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+import numpy as np
+
 from infembed_ray.config.base import nearest
 from infembed_ray.config.evaluation import EvaluateSettings, GateSettings
 from infembed_ray.errors import GateError, InputError
@@ -21,7 +23,8 @@ from infembed_ray.evaluation.metrics import Change, Run, p_mrr, ranks, trec_meas
 from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.evaluation.retrievers.baselines import Ranker
-from infembed_ray.evaluation.tasks.task import Query, Task
+from infembed_ray.evaluation.significance import IntervalEstimate, Stratum, compare
+from infembed_ray.evaluation.tasks.task import Obedience, Query, Task
 from infembed_ray.progress import say
 from infembed_ray.storage.places import place_of
 from infembed_ray.storage.steps import Published
@@ -45,6 +48,8 @@ VIOLATION_DEPTH = 2
 _SHUFFLES = 4
 """Foreign instructions per query, whose values are averaged: one leaves a standard error of some points."""
 _SEED = 42
+_MORE_OBEDIENT = "p-MRR above the base's"
+"""The gate whose figure must be above its limit."""
 _GENERIC = ("Find passages that answer the query.", "Retrieve the documents that are relevant to this question.")
 _PARAPHRASE = "Here is what I am looking for. {instruction} Please keep that in mind."
 
@@ -52,8 +57,6 @@ Pair = tuple[str, str]
 """Ids of a query and of the same query under the changed instruction."""
 Asked = Mapping[str, str]
 """Query id -> id of the query whose ranking is used instead of its own."""
-Means = Mapping[str, Mapping[str, float | None]]
-"""Condition -> figure -> mean."""
 
 
 @dataclass(frozen=True)
@@ -223,56 +226,96 @@ def require_gates(settings: EvaluateSettings, published: Published) -> Published
     """Check a published evaluation, if the settings have a gate; return it with what the gates compared.
 
     Raises:
-        GateError: some gates failed; one line each.
+        GateError: some gates failed; one line each. Undecided ones are told.
         InputError: no task has changed instructions.
     """
     if settings.gate is None:
         return replace(published, gates={"off": ["evaluate.gate=null"]})
     evaluated = results.read(place_of(published.address), "output")
-    if failed := list(failures(evaluated, settings.gate, settings.gates)):
+    gates = list(decided(evaluated, settings.gate, settings.gates))
+    if failed := [f"gate={settings.gate}: {task}: {gate}" for task, gate in gates if gate.fails]:
         raise GateError(*failed)
-    say(f"evaluate: {settings.gate} passes all gates")
-    means, base = evaluated.obedience_means, next(iter(evaluated.models))
-    limits = {task: _limits(own, means[base][task], settings.gates) for task, own in means[settings.gate].items()}
-    figures = {
-        f"{task}: {name}": f"{v:+.2f}, {sign} {limit:g}" for task in limits for name, v, sign, limit in limits[task]
-    }
-    return replace(published, gates={"figures": figures})
+    say("\n  ".join([f"evaluate: {settings.gate} fails no gate", *(f"{task}: {gate}" for task, gate in gates)]))
+    return replace(published, gates={"figures": {f"{task}: {gate.figure}": gate.verdict for task, gate in gates}})
 
 
-def failures(evaluated: Results, label: str, limits: GateSettings) -> Iterator[str]:
-    """Yield a line for each gate that a model fails: task, figure, value and limit.
+@dataclass(frozen=True)
+class Gate:
+    """A figure that must be at least its limit.
+
+    Attributes:
+        estimate: value and 95 % interval over groups of queries, in points; None without rankings, which fails.
+        above: whether the figure must be above the limit.
+    """
+
+    figure: str
+    estimate: IntervalEstimate | None
+    limit: float
+    above: bool = False
+
+    @property
+    def fails(self) -> bool:
+        """Whether the whole interval lies beyond the limit."""
+        return self.estimate is None or not self._keeps(self.estimate.high)
+
+    @property
+    def verdict(self) -> str:
+        """Value, interval, limit, and `passes`, `fails` or, if the limit lies in the interval, `undecided`."""
+        if self.estimate is None:
+            return "not measured: evaluate a model, not a run"
+        verdict = "fails" if self.fails else "passes" if self._keeps(self.estimate.low) else "undecided"
+        value = f"{self.estimate.value:+.1f} [{self.estimate.low:+.1f}, {self.estimate.high:+.1f}]"
+        return f"{value}, must be {'>' if self.above else '>='} {self.limit:g}: {verdict}"
+
+    def __str__(self) -> str:
+        return f"{self.figure} is {self.verdict}"
+
+    def _keeps(self, value: float) -> bool:
+        return value > self.limit if self.above else value >= self.limit
+
+
+def decided(evaluated: Results, label: str, limits: GateSettings) -> Iterator[tuple[str, Gate]]:
+    """Yield the gates of a model against the first model, with their task; figures without values have no gate.
 
     Raises:
         InputError: no task has changed instructions.
     """
-    means, base = evaluated.obedience_means, next(iter(evaluated.models))
-    if not means.get(label):
+    base = evaluated.obedience.get(next(iter(evaluated.models)), {})
+    if not evaluated.obedience.get(label):
         raise InputError.of("gate", label, *NO_CHANGES)
-    for task, own in means[label].items():
-        for condition in (GENERIC, SHUFFLED, PARAPHRASED):
-            if condition not in own:
-                yield f"gate={label}: {task}: has no rankings under {condition} instructions; evaluate a model, not a run"
-        for figure, value, sign, limit in _limits(own, means[base][task], limits):
-            if not (value > limit if sign == ">" else value >= limit if sign == ">=" else abs(value) <= limit):
-                yield f"gate={label}: {task}: {figure} is {value:+.1f}, must be {sign} {limit:g}"
+    for task, own in evaluated.obedience[label].items():
+        for name, terms, limit in _limits(own, base[task], limits):
+            if any(condition not in model for _, model, condition, _ in terms):
+                yield task, Gate(name, None, limit)
+                continue
+            values = [model[condition].get(figure, {}) for _, model, condition, figure in terms]
+            if queries := [query for query in values[0] if all(query in of_term for of_term in values)]:
+                factors = [100 * factor for factor, *_ in terms]
+                points = [[sum(f * v[query] for f, v in zip(factors, values, strict=True))] for query in queries]
+                groups = evaluated.tasks[task].groups
+                stratum = Stratum.from_values(np.array(points), [groups.get(query, query) for query in queries])
+                yield task, Gate(name, compare([stratum])[0].mean, limit, above=name == _MORE_OBEDIENT)
 
 
-def _limits(own: Means, base: Means, limits: GateSettings) -> Iterator[tuple[str, float, str, float]]:
-    """Yield figure, value in points, `>`, `>=` or `within +-`, and limit; figures without values have no gate."""
+Terms = Sequence[tuple[float, Obedience, str, str]]
+"""A sum: factor, model, condition and figure."""
 
-    def gain(condition: str, figure: str, other: Means = base, reference: str | None = None) -> float | None:
-        one, two = own.get(condition, {}).get(figure), other.get(reference or condition, {}).get(figure)
-        return None if one is None or two is None else 100 * (one - two)
 
-    share, tolerance = own[AS_GIVEN].get("pairs reversed"), limits.tolerance
-    reversed_by_inverse = None if share is None else 100 * share
-    every = [("p-MRR above the base's", gain(AS_GIVEN, "p-MRR"), ">", 0.0)]
+def _limits(own: Obedience, base: Obedience, limits: GateSettings) -> Iterator[tuple[str, Terms, float]]:
+    """Yield what each gate compares: its name, the sum and the limit."""
+
+    def gain(condition: str, figure: str, factor: float = 1.0) -> Terms:
+        return [(factor, own, condition, figure), (-factor, base, condition, figure)]
+
+    yield _MORE_OBEDIENT, gain(AS_GIVEN, "p-MRR"), 0.0
     for name in (GENERIC, SHUFFLED):
-        every.append((f"p-MRR above the base's, {name} instructions,", gain(name, "p-MRR"), "within +-", tolerance))
-    every.append(("labelled pairs reversed by the inverse", reversed_by_inverse, ">=", limits.pairs_reversed))
-    for figure in (figure for figure in own[AS_GIVEN] if figure.endswith((" original", " changed"))):
-        moved = gain(PARAPHRASED, figure, own, AS_GIVEN)
-        every.append((f"{figure} above the base's", gain(AS_GIVEN, figure), ">=", -tolerance))
-        every.append((f"{figure}, change by a paraphrase,", moved, "within +-", tolerance))
-    yield from ((figure, value, sign, limit) for figure, value, sign, limit in every if value is not None)
+        share = gain(AS_GIVEN, "p-MRR", limits.foreign_share / 100)
+        figure = f"{limits.foreign_share:g} % of that gain, less the gain under {name} instructions,"
+        yield figure, [*share, *gain(name, "p-MRR", -1.0)], 0.0
+    for figure in own[AS_GIVEN]:
+        if figure == "pairs reversed":
+            yield "labelled pairs reversed, above the base's,", gain(AS_GIVEN, figure), -limits.tolerance
+        elif figure.endswith((" original", " changed")):
+            yield f"{figure} above the base's", gain(AS_GIVEN, figure), -limits.tolerance
+            moved = [*gain(PARAPHRASED, figure), *gain(AS_GIVEN, figure, -1.0)]
+            yield f"{figure}, move by a paraphrase above the base's,", moved, -limits.tolerance

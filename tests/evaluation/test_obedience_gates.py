@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from infembed_ray.config.evaluation import EvaluateSettings, GateSettings
@@ -11,8 +13,11 @@ BASE = {"p-MRR": 0.20, "nDCG@10 original": 0.90, "nDCG@10 changed": 0.80, "pairs
 GOOD = {"p-MRR": 0.40, "nDCG@10 original": 0.895, "nDCG@10 changed": 0.85, "pairs reversed": 0.75}
 
 
-def results(own=None, **conditions):
-    """Make results of a base and a trained model that passes, but for the given figures."""
+def results(own=None, spread=0.0, queries=40, **conditions):
+    """Make results of a base and a trained model that passes, but for the given figures.
+
+    The trained model's values are `spread` above and below their mean in turn.
+    """
     of_base = {AS_GIVEN: BASE, GENERIC: BASE | {"p-MRR": -0.03}, SHUFFLED: BASE | {"p-MRR": 0.01}, PARAPHRASED: BASE}
     of_trained = {
         AS_GIVEN: GOOD | (own or {}),
@@ -23,55 +28,98 @@ def results(own=None, **conditions):
     for condition, figures in conditions.items():
         of_trained[condition] = of_trained[condition] | figures
     obedience = {
-        label: {"records": {c: {f: {"q": value} for f, value in figures.items()} for c, figures in of_model.items()}}
-        for label, of_model in (("base", of_base), ("trained", of_trained))
+        label: {
+            "records": {
+                condition: {
+                    figure: {f"q{n}": value + (-1) ** n * scale for n in range(queries)}
+                    for figure, value in figures.items()
+                }
+                for condition, figures in of_model.items()
+            }
+        }
+        for label, of_model, scale in (("base", of_base, 0.0), ("trained", of_trained, spread))
     }
     return Results({"records": TaskSummary(FIGURES, {})}, {"base": {}, "trained": {}}, {}, 1000, obedience)
 
 
-def failures(*args, limits=None, **conditions):
-    return list(gates.failures(results(*args, **conditions), "trained", limits or GateSettings()))
+def decided(*args, limits=None, **options):
+    return [gate for _, gate in gates.decided(results(*args, **options), "trained", limits or GateSettings())]
+
+
+def failures(*args, **options):
+    return [str(gate) for gate in decided(*args, **options) if gate.fails]
 
 
 def test_a_model_within_all_limits_passes():
-    assert failures() == []
+    assert [gate.verdict.rpartition(": ")[2] for gate in decided()] == ["passes"] * 8
+
+
+def test_a_model_equal_to_the_base_is_not_more_obedient():
+    [line] = failures(BASE, **{GENERIC: {"p-MRR": -0.03}, SHUFFLED: {"p-MRR": 0.01}, PARAPHRASED: BASE})
+    assert line.startswith("p-MRR above the base's is +0.0 ")
 
 
 @pytest.mark.parametrize(
     ("own", "conditions", "line"),
     [
-        ({"p-MRR": 0.2}, {}, "p-MRR above the base's is +0.0, must be > 0"),
-        ({"nDCG@10 original": 0.88}, {}, "nDCG@10 original above the base's is -2.0, must be >= -1"),
-        ({"nDCG@10 changed": 0.77}, {}, "nDCG@10 changed above the base's is -3.0, must be >= -1"),
+        ({"p-MRR": 0.26}, {SHUFFLED: {"p-MRR": 0.01}, GENERIC: {"p-MRR": 0.0}}, "generic instructions, is -1.2"),
+        ({"p-MRR": 0.19}, {SHUFFLED: {"p-MRR": 0.0}, GENERIC: {"p-MRR": -0.04}}, "p-MRR above the base's is -1.0"),
+        (
+            {"nDCG@10 original": 0.88},
+            {},
+            "nDCG@10 original above the base's is -2.0 [-2.0, -2.0], must be >= -1: fails",
+        ),
+        ({"nDCG@10 changed": 0.77}, {}, "nDCG@10 changed above the base's is -3.0 [-3.0, -3.0], must be >= -1: fails"),
         (
             {},
-            {SHUFFLED: {"p-MRR": 0.03}},
-            "p-MRR above the base's, shuffled instructions, is +2.0, must be within +- 1",
+            {SHUFFLED: {"p-MRR": 0.09}},
+            "30 % of that gain, less the gain under shuffled instructions, is -2.0 [-2.0, -2.0], must be >= 0: fails",
         ),
-        ({}, {GENERIC: {"p-MRR": -0.05}}, "p-MRR above the base's, generic instructions, is -2.0, must be within +- 1"),
-        ({"pairs reversed": 0.699}, {}, "labelled pairs reversed by the inverse is +69.9, must be >= 70"),
+        ({"pairs reversed": 0.48}, {}, "labelled pairs reversed, above the base's, is -2.0 [-2.0, -2.0]"),
         (
             {},
             {PARAPHRASED: {"nDCG@10 original": 0.875}},
-            "nDCG@10 original, change by a paraphrase, is -2.0, must be within +- 1",
+            "nDCG@10 original, move by a paraphrase above the base's, is -2.0 [-2.0, -2.0], must be >= -1: fails",
         ),
     ],
 )
-def test_each_gate_fails_alone_and_names_figure_value_and_limit(own, conditions, line):
-    assert failures(own, **conditions) == [f"gate=trained: records: {line}"]
+def test_each_gate_fails_alone_and_names_figure_value_interval_and_limit(own, conditions, line):
+    [failed] = failures(own, **conditions)
+    assert line in failed
+
+
+def test_a_gain_under_a_paraphrase_is_no_fault():
+    assert failures(**{PARAPHRASED: {"nDCG@10 original": 0.93}}) == []
+
+
+def test_few_and_scattered_values_are_undecided_and_many_decide():
+    """The mean misses the limit by 0.5 points; its standard error is 10 / sqrt(n) points."""
+    for queries, verdict in ((40, "undecided"), (4_000, "fails")):
+        named = {gate.figure: gate.verdict for gate in decided({"nDCG@10 original": 0.885}, 0.1, queries)}
+        assert named["nDCG@10 original above the base's"].endswith(verdict)
+
+
+def test_queries_of_a_group_count_as_one_observation():
+    evaluated = results({"nDCG@10 original": 0.885}, 0.1, 4_000)
+    grouped = TaskSummary(FIGURES, {f"q{n}": f"g{n % 40}" for n in range(4_000)})
+    found = gates.decided(replace(evaluated, tasks={"records": grouped}), "trained", GateSettings())
+    assert not any(gate.fails for _, gate in found)
 
 
 def test_limits_are_settings_and_figures_without_values_have_no_gate():
-    assert failures({"pairs reversed": 0.6}, limits=GateSettings(pairs_reversed=55)) == []
-    evaluated = results({"pairs reversed": 0.1})
+    assert failures(limits=GateSettings(foreign_share=40), **{SHUFFLED: {"p-MRR": 0.09}}) == []
+    assert failures({"nDCG@10 original": 0.88}, limits=GateSettings(tolerance=3)) == []
+    evaluated = results()
     for of_task in evaluated.obedience["trained"].values():
         del of_task[AS_GIVEN]["pairs reversed"]
-    assert list(gates.failures(evaluated, "trained", GateSettings())) == []
+    assert len(list(gates.decided(evaluated, "trained", GateSettings()))) == 7
 
 
-def test_values_just_inside_and_just_outside_of_a_limit_differ():
-    assert failures({"nDCG@10 original": 0.8901}) == []
-    assert len(failures({"nDCG@10 original": 0.8899})) == 1
+def test_a_model_without_rankings_under_a_condition_fails():
+    evaluated = results()
+    del evaluated.obedience["trained"]["records"][SHUFFLED]
+    [failed] = [gate for _, gate in gates.decided(evaluated, "trained", GateSettings()) if gate.fails]
+    assert str(failed).endswith("shuffled instructions, is not measured: evaluate a model, not a run")
 
 
 def test_a_gate_needs_controls_a_later_model_and_a_task_with_changed_instructions():
@@ -88,4 +136,4 @@ def test_a_gate_needs_controls_a_later_model_and_a_task_with_changed_instruction
         with pytest.raises(InputError, match=message):
             gates.check_gate(settings(**values))
     with pytest.raises(InputError, match="gate=trained: no task has changed instructions"):
-        list(gates.failures(Results({}, {"base": {}, "trained": {}}, {}, 10), "trained", GateSettings()))
+        list(gates.decided(Results({}, {"base": {}, "trained": {}}, {}, 10), "trained", GateSettings()))
