@@ -164,11 +164,6 @@ class Folder:
         return PurePosixPath(self.name).suffix
 
     @property
-    def stem(self) -> str:
-        """The name without its suffix, as of a `Path`."""
-        return PurePosixPath(self.name).stem
-
-    @property
     def parent(self) -> Folder:
         """The folder that holds this one."""
         return replace(self, base=self.base.rsplit("/", 1)[0])
