@@ -170,9 +170,8 @@ def _embed(
     """
 
     def read(body: Any) -> Embeddings:
-        given = [
-            item["embedding"] for item in body["data"]
-        ]  # in base64, or as lists from a gateway that asks for these
+        # In base64, or as lists from a gateway that asks for these.
+        given = [item["embedding"] for item in body["data"]]
         vectors = [
             np.frombuffer(base64.b64decode(one), "<f4") if isinstance(one, str) else np.array(one) for one in given
         ]

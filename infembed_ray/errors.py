@@ -150,6 +150,5 @@ def in_one_line(error: BaseException, stage: str = "") -> str:
     """Format the type of an error and its message, or what it means if it is Ray's, as one line without credentials."""
     cause = cause_of(error)
     line = " ".join(masked(f"{type(cause).__name__}: {meaning(cause, stage) or cause}").split())
-    return (
-        line if len(line) <= LONGEST else f"{line[: LONGEST - 300]} ... {line[-295:]}"
-    )  # the reason is often at the end
+    # The reason is often at the end.
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 300]} ... {line[-295:]}"

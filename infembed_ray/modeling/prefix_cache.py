@@ -134,9 +134,8 @@ class PrefixCache:
                 computed.add(key)
                 text.prefix = Prefix(len(key))
             texts.append(text)
-        texts.sort(
-            key=lambda text: (text.key if text.after else (), len(text.ids))
-        )  # equal shapes are attended together
+        # Equal shapes are attended together.
+        texts.sort(key=lambda text: (text.key if text.after else (), len(text.ids)))
         return texts, rest
 
     def _forward(self, texts: list[_Text]) -> Tensor:
