@@ -47,15 +47,8 @@ Columns = Mapping[str, str | Sequence[str]]
 _PASSAGES = ("positives", "negatives")
 _SCORES = ("positive_scores", "negative_scores")
 COLUMNS = tuple(f.name for f in fields(Example))
-SCHEMA = pa.schema(
-    [
-        (
-            name,
-            pa.list_(pa.string()) if name in _PASSAGES else pa.list_(pa.float64()) if name in _SCORES else pa.string(),
-        )
-        for name in COLUMNS
-    ]
-)
+_LISTS = dict.fromkeys(_PASSAGES, pa.list_(pa.string())) | dict.fromkeys(_SCORES, pa.list_(pa.float64()))
+SCHEMA = pa.schema([(name, _LISTS.get(name, pa.string())) for name in COLUMNS])
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "id": ("_id", "query_id"),
     "query": ("anchor",),
