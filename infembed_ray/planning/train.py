@@ -204,12 +204,8 @@ def step_work(
     """
     per_step = min(settings.records_per_step, number)  # as the sampler does
     if per_step < settings.workers:
-        raise InputError.of(
-            "records_per_step",
-            settings.records_per_step,
-            f"{per_step} records a step leave some of the {settings.workers} workers without any",
-            "set more, or fewer workers",
-        )
+        fault = f"{per_step} records a step leave some of the {settings.workers} workers without any"
+        raise InputError.of("records_per_step", settings.records_per_step, fault, "set more, or fewer workers")
     encoder.train()
     budget = settings.grad_cache_tokens or ONE_PASS
     batches = list(_batches(settings, encoder, records, min(per_step, len(records))))

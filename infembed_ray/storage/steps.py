@@ -175,12 +175,8 @@ def read_manifest(path: Place, name: str) -> dict[str, Any]:
         if not isinstance(manifest, dict):
             raise ValueError("not a JSON object")
     except ValueError as error:
-        raise InputError.of(
-            name,
-            path,
-            f"{MANIFEST} is damaged ({error})",
-            "restore it, or delete this directory and run the step again",
-        ) from error
+        remedy = "restore it, or delete this directory and run the step again"
+        raise InputError.of(name, path, f"{MANIFEST} is damaged ({error})", remedy) from error
     return manifest
 
 
