@@ -185,13 +185,10 @@ def test_mteb_passes_query_and_instruction_separately(tmp_path, monkeypatch):
     pq.write_table(pa.Table.from_pylist(rows), file)
     task = catalogue.load("followir/core17", str(tmp_path))
     recorder = Recorder()
-    theirs(in_mteb("followir/core17", tmp_path), mteb_adapter.MtebEncoder(recorder, _meta()))
+    meta = mteb.get_model_meta("mteb/baseline-random-encoder")
+    theirs(in_mteb("followir/core17", tmp_path), mteb_adapter.MtebEncoder(recorder, meta))
     assert recorder.queries == [Query("", query.query, query.instruction) for query in task.queries]
     assert recorder.passages == task.corpus["text"].to_pylist()
-
-
-def _meta():
-    return mteb.get_model_meta("mteb/baseline-random-encoder")
 
 
 def test_similarity_is_the_inner_product(encoder):
