@@ -168,9 +168,12 @@ def _embed(
     """
 
     def read(body: Any) -> Embeddings:
-        given = (item["embedding"] for item in body["data"])  # lists from a gateway that asks for these, else base64
-        read = [np.frombuffer(base64.b64decode(v), "<f4") if isinstance(v, str) else np.array(v) for v in given]
-        return Embeddings(np.stack(read).astype(np.float32), body["model"], body["usage"]["total_tokens"])
+        # In base64, or as lists from a gateway that asks for these.
+        given = [item["embedding"] for item in body["data"]]
+        vectors = [
+            np.frombuffer(base64.b64decode(one), "<f4") if isinstance(one, str) else np.array(one) for one in given
+        ]
+        return Embeddings(np.stack(vectors).astype(np.float32), body["model"], body["usage"]["total_tokens"])
 
     options = {"instruction": instruction, "input_type": input_type, "dimensions": dimensions, "model": model}
     body = {"input": _list("texts", texts), "encoding_format": "base64", **_without_none(options)}

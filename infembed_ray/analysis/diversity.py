@@ -64,12 +64,8 @@ def read(label: str, path: Place, name: str) -> TextSet:
         for kind in KINDS:
             texts[kind] += _of_kind(kind, row)
     if not any(texts.values()):
-        raise InputError.of(
-            name,
-            path,
-            f"no column with instructions, queries or passages (columns: {', '.join(map(str, columns))})",
-            "rename one to instruction, query or passage",
-        )
+        fault = f"no column with instructions, queries or passages (columns: {', '.join(map(str, columns))})"
+        raise InputError.of(name, path, fault, "rename one to instruction, query or passage")
     return TextSet(label, {kind: of_kind for kind, of_kind in texts.items() if of_kind})
 
 

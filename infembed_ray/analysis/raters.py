@@ -108,12 +108,9 @@ def ask(rating: Rating, settings: AnalyzeSettings) -> dict[str, dict[str, str]]:
     for rater, missing in ((rater, items - len(answers)) for rater, answers in rated.items()):
         if missing > MAX_UNANSWERED * items:
             causes = "; ".join(f"{times} x {reason}" for reason, times in reasons.most_common(PRINTED))
-            raise InputError.of(
-                f"agreement.raters.{rater}",
-                None,
-                f"{missing} of {items} items are without an answer, so nothing is published: {causes}",
-                "mend the cause and run the same command, which asks again only what was not answered",
-            )
+            fault = f"{missing} of {items} items are without an answer, so nothing is published: {causes}"
+            remedy = "mend the cause and run the same command, which asks again only what was not answered"
+            raise InputError.of(f"agreement.raters.{rater}", None, fault, remedy)
     return rated
 
 

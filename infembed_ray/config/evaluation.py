@@ -31,17 +31,12 @@ class Bm25(Settings):
     stemmer: str | None = Field("english", description="language of the Snowball stemmer; null: no stemming")
 
 
-def placeholders(text_format: str) -> list[str]:
-    """Return the names of a format's placeholders, in order: `{query} {instruction}` has two."""
-    return re.findall(r"\{(\w+)\}", text_format)
-
-
 def _format(*required: str, optional: str | None = None) -> AfterValidator:
     """Make a validator: a format has each required placeholder once, perhaps the optional one, and no other."""
     allowed = [*required, optional] if optional else [*required]
 
     def check(text_format: str) -> str:
-        used = placeholders(text_format)
+        used = re.findall(r"\{(\w+)\}", text_format)
         if not set(required) <= set(used) <= set(allowed) or len(used) > len(set(used)):
             raise ValueError(f"write it with {' and '.join(f'{{{name}}}' for name in allowed)}, each once")
         return text_format

@@ -64,14 +64,9 @@ class PipelineSettings(Settings):
                 given = getattr(section, setting) or getattr(section, "sources", None) or (stage, setting) == HELD_OUT
                 if not given and self.maker(stage, setting) is None:
                     raise ValueError(f"{stage}.{setting} is missing: set it, or add the stage {' or '.join(makers)}")
-        if (
-            self.evaluate
-            and self.evaluate.gate
-            and self.evaluate.models
-            and self.evaluate.gate not in self.evaluate.models
-        ):
-            raise ValueError(f"evaluate.gate={self.evaluate.gate}: not a label of evaluate.models; give one, or null")
         train, evaluate = self.train, self.evaluate
+        if evaluate and evaluate.gate and evaluate.models and evaluate.gate not in evaluate.models:
+            raise ValueError(f"evaluate.gate={evaluate.gate}: not a label of evaluate.models; give one, or null")
         same_records = train and evaluate and self.maker(*HELD_OUT) and self.maker("train", "records")
         if train and evaluate and same_records and train.split in (None, evaluate.split):
             raise ValueError(

@@ -27,7 +27,7 @@ from infembed_ray.evaluation.tasks.corpus import digest
 from infembed_ray.evaluation.tasks.task import CORPUS, Query
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder
-from infembed_ray.storage.places import Place, errors_at, read_binary
+from infembed_ray.storage.places import Place, delivering, errors_at, read_binary
 
 S = TypeVar("S", range, tuple[Query, ...], tuple[int, ...])
 TEXTS = 1024
@@ -171,14 +171,8 @@ def write(file: Place, array: np.ndarray) -> None:
     """Write an array, (rows, ...) float32, atomically and durably; several nodes may write the same one."""
     stream = io.BytesIO()
     np.save(stream, np.ascontiguousarray(array, dtype=np.float32), allow_pickle=False)
-    with errors_at(file, "embeddings"):
-        if isinstance(file, Folder):
-            with file.parent.open_output(file.name) as target:
-                target.write(stream.getvalue())
-            return
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with durable.replacing(file, shared=True) as target:
-            target.write(stream.getvalue())
+    with errors_at(file, "embeddings"), delivering(file) as path, durable.replacing(path, shared=True) as target:
+        target.write(stream.getvalue())
 
 
 def read_all(files: Iterable[Place]) -> Iterator[np.ndarray]:

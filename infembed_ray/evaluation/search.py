@@ -124,11 +124,7 @@ def _rankings(keys: Tensor, ids: pa.ChunkedArray, by_id: np.ndarray) -> Iterator
     best = keys.sort(dim=1, descending=True).values.cpu()
     lengths = (best != _NOTHING).sum(dim=1).tolist()
     names = iter(ids.take(pa.array(by_id[(best & _LOW).numpy()[(best != _NOTHING).numpy()]])).to_pylist())
-    for length, scores in zip(lengths, _scores(best).tolist(), strict=True):
+    ordered = (best >> 32).to(torch.int32)
+    scores_of = (ordered ^ ((ordered >> 31) & _MAGNITUDE)).view(torch.float32)
+    for length, scores in zip(lengths, scores_of.tolist(), strict=True):
         yield {next(names): score for score in scores[:length]}
-
-
-def _scores(keys: Tensor) -> Tensor:
-    """Unpack the float32 scores of keys."""
-    ordered = (keys >> 32).to(torch.int32)
-    return (ordered ^ ((ordered >> 31) & _MAGNITUDE)).view(torch.float32)

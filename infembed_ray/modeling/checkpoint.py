@@ -21,7 +21,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling import pretrained
 from infembed_ray.modeling.pretrained import cached, join, read_json, unloadable
 from infembed_ray.storage.object_store import Folder, convert_errors, is_uri
-from infembed_ray.storage.places import Place, fingerprint_files
+from infembed_ray.storage.places import Place, address, fingerprint_files, place_of
 from infembed_ray.storage.steps import MANIFEST, STATES, find_input, resolve, resolve_input
 
 OWN_CONFIG = "infembed.json"
@@ -73,32 +73,40 @@ def locate(model: str, setting: str, revision: str | None = None) -> Located:
 
 def find(model: str, setting: str, revision: str | None = None) -> Located:
     """As `locate`, without transformers: a hub name is not checked."""
+    resolved = absolute(model, setting)
+    path = place_of(resolved)
+    if isinstance(path, Folder):  # checked by its listing
+        with convert_errors(path.base, setting):
+            names = {PurePosixPath(name) for name in path.entries()}
+        _require_files(names, local(resolved, setting, with_weights=False), f"{setting}={path}")
+        return Located(resolved, {setting: path}, {})
+    if not path.is_dir():
+        return Located(model, {}, {setting: f"{model}@{revision}" if revision else model})
+    towers = _towers(resolved)
+    if not (path / towers[0] / "config.json").is_file():
+        _require_finished(path, f"{setting}={model}")
+    files = [file for tower in towers for file in (path / tower).glob("*")]
+    _require_files({PurePosixPath(file.relative_to(path)) for file in files}, resolved, f"{setting}={model}")
+    for weights in (file for file in files if file.suffix == ".safetensors"):
+        _require_whole(weights, f"{setting}={model}")
+    return Located(resolved, {setting: path}, {})
+
+
+def absolute(model: str, setting: str) -> str:
+    """Return a model directory as an absolute path or URI, with `latest` followed; a hub name stays as it is.
+
+    Raises:
+        InputError: there is no such directory.
+    """
     if is_uri(model):
-        stored = find_input(model, setting)
-        assert isinstance(stored, Folder)
-        return _find_stored(stored, setting)
+        return address(find_input(model, setting))
     path = resolve(Path(model).expanduser().absolute()).resolve()
     if path.is_dir():
-        towers = _towers(str(path))
-        if not (path / towers[0] / "config.json").is_file():
-            _require_finished(path, f"{setting}={model}")
-        files = [file for tower in towers for file in (path / tower).glob("*")]
-        _require_files({PurePosixPath(file.relative_to(path)) for file in files}, str(path), f"{setting}={model}")
-        for weights in (file for file in files if file.suffix == ".safetensors"):
-            _require_whole(weights, f"{setting}={model}")
-        return Located(str(path), {setting: path}, {})
+        return str(path)
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
         remedy = "give an existing one, or a hub name like org/model"
         raise InputError.of(setting, model, "no such model directory", remedy)
-    return Located(model, {}, {setting: f"{model}@{revision}" if revision else model})
-
-
-def _find_stored(folder: Folder, setting: str) -> Located:
-    """Check a model in an object store by its listing."""
-    with convert_errors(folder.base, setting):
-        names = {PurePosixPath(name) for name in folder.entries()}
-    _require_files(names, local(folder.uri, setting, with_weights=False), f"{setting}={folder}")
-    return Located(folder.uri, {setting: folder}, {})
+    return model
 
 
 def _require_files(names: set[PurePosixPath], path: str, setting: str) -> None:

@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto as auto
+from typing_extensions import Unpack
 
 from infembed_ray import progress
 from infembed_ray.config.training import PoolingMode
@@ -32,9 +33,6 @@ from infembed_ray.modeling.pooling import pool, truncate
 from infembed_ray.modeling.template import TextFormat
 from infembed_ray.modeling.tokenizer import Side, TextTokenizer, Tokens
 from infembed_ray.storage.object_store import is_uri
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class InstructionEncoder(nn.Module):

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from infembed_ray.modeling.tokenizer import Side, Tokens
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _HOST = {"lengths", "pairs", "ends"}
 """Fields of layouts that stay on the CPU."""

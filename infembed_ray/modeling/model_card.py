@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from infembed_ray.modeling.checkpoint import Description
@@ -52,18 +52,24 @@ def write(
     base = base_model if on_hub else Path(base_model).name
     sources = Counter(data.sources)
     non_commercial = any(name in source.lower() for source in sources for name in _MS_MARCO)
-    front = {
-        "library_name": "sentence-transformers",
-        "pipeline_tag": "feature-extraction",
-        "tags": ["sentence-transformers", "feature-extraction", "instruction-following", TAG],
-        **({"base_model": base} if on_hub else {}),
-        **({"license": "other", "license_name": "ms-marco-non-commercial"} if non_commercial else {}),
-        **({"model-index": [_index(base, results)]} if results else {}),
-    }
+    front = ModelCardData(
+        library_name="sentence-transformers",
+        pipeline_tag="feature-extraction",
+        tags=["sentence-transformers", "feature-extraction", "instruction-following", TAG],
+        base_model=base if on_hub else None,
+        license="other" if non_commercial else None,
+        license_name="ms-marco-non-commercial" if non_commercial else None,
+        model_name=f"{Path(base).name}, instruction-following" if results else None,
+        eval_results=[
+            EvalResult("retrieval", "held-out", "held-out records", name.removeprefix(_VALIDATION), value)
+            for name, value in results.items()
+        ]
+        or None,
+    )
     loader = PackageLoader("infembed_ray.modeling", ".")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     card = environment.get_template("model_card.md").render(
-        front_matter=yaml.safe_dump(front, sort_keys=False),
+        front_matter=front.to_yaml(),
         base=base,
         description=description,
         text=repr(render(description.template or "instruction_first", "{instruction}", "{query}")),
@@ -79,13 +85,3 @@ def write(
         non_commercial=non_commercial,
     )
     (path / FILE).write_text(card.lstrip(), encoding="utf-8")
-
-
-def _index(base: str, results: Mapping[str, float]) -> dict[str, Any]:
-    """Return the results as the hub reads them (`model-index`)."""
-    metrics = [{"type": name.removeprefix(_VALIDATION), "value": value} for name, value in results.items()]
-    data = {"type": "held-out", "name": "held-out records"}
-    return {
-        "name": f"{Path(base).name}, instruction-following",
-        "results": [{"task": {"type": "retrieval"}, "dataset": data, "metrics": metrics}],
-    }

@@ -109,7 +109,9 @@ def step_memory(
     """
     zero = config["zero_optimization"]
     stage = zero["stage"]
-    optimizer_on, parameters_on = offloaded(config)
+    optimizer_on, parameters_on = (  # whether they are outside the GPU
+        zero.get(key, {}).get("device", "none") != "none" for key in ("offload_optimizer", "offload_param")
+    )
     share = workers if stage else 1
     trained = weights.trained / share
     bucket = int(zero.get("reduce_bucket_size", _BUCKET))
@@ -157,15 +159,6 @@ def start_memory(weights: ModelSize, workers: int, config: Mapping[str, Any]) ->
     if config["zero_optimization"]["stage"] == 3:
         return 2 * weights.whole / workers + weights.largest * weights.nbytes
     return 2 * weights.whole
-
-
-def offloaded(config: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether the optimizer states and the parameters are outside the GPU."""
-    zero = config["zero_optimization"]
-    optimizer_on, parameters_on = (
-        zero.get(key, {}).get("device", "none") != "none" for key in ("offload_optimizer", "offload_param")
-    )
-    return optimizer_on, parameters_on
 
 
 @dataclass(frozen=True)

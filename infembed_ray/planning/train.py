@@ -43,9 +43,10 @@ from infembed_ray.storage.steps import STATES
 from infembed_ray.training import deepspeed_config, launch
 from infembed_ray.training.backbone import precision_of
 from infembed_ray.training.checkpoints.manager import KEEP_LAST, CheckpointManager
-from infembed_ray.training.collate import Batch, collate, drawn
+from infembed_ray.training.collate import Batch
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.observability.flops import BackboneFlops, peak_flops
+from infembed_ray.training.preparation import ONE_PASS, batch_of
 from infembed_ray.training.sources import Tally
 
 GPUS: Mapping[str, tuple[str, float]] = {
@@ -59,7 +60,6 @@ _SAMPLES = 4
 """Batches to count."""
 _SYNTHETIC = 512
 """Minimum number of synthetic records: enough for their mean length and for different batches."""
-_ONE_PASS = 1 << 40
 _SPREAD = 0.4
 """Standard deviation of the logarithm of synthetic lengths, about that of MS MARCO's passages."""
 _LENGTHS = dict.fromkeys(("query_positive", "query_negative"), 1)
@@ -204,14 +204,10 @@ def step_work(
     """
     per_step = min(settings.records_per_step, number)  # as the sampler does
     if per_step < settings.workers:
-        raise InputError.of(
-            "records_per_step",
-            settings.records_per_step,
-            f"{per_step} records a step leave some of the {settings.workers} workers without any",
-            "set more, or fewer workers",
-        )
+        fault = f"{per_step} records a step leave some of the {settings.workers} workers without any"
+        raise InputError.of("records_per_step", settings.records_per_step, fault, "set more, or fewer workers")
     encoder.train()
-    budget = settings.grad_cache_tokens or _ONE_PASS
+    budget = settings.grad_cache_tokens or ONE_PASS
     batches = list(_batches(settings, encoder, records, min(per_step, len(records))))
     passes = [
         [layout for _, layout in encoder.lay_out(batch.queries + batch.passages, budget, device, dtype)]
@@ -243,16 +239,9 @@ def _batches(
     objective = Objective.from_settings(settings)
     rng = random.Random(settings.seed)
     for n in range(_SAMPLES):
-        chosen = [drawn(record, settings.hard_negatives, str(n)) for record in rng.sample(records, size)]
-        yield collate(
-            encoder,
-            [chosen[rank :: settings.workers] for rank in range(settings.workers)],
-            0,
-            objective,
-            instruction_negatives=settings.instruction_negatives,
-            iq_negatives=settings.iq_negatives,
-            seed=str(n),
-        )
+        chosen = rng.sample(records, size)
+        shares = [chosen[rank :: settings.workers] for rank in range(settings.workers)]
+        yield batch_of(settings, encoder, objective, shares, 0, str(n))
 
 
 def synthetic(settings: PlanTrainSettings, encoder: InstructionEncoder) -> list[Record]:

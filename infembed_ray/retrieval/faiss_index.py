@@ -409,10 +409,8 @@ class Searcher:
             products = products[:, some - start] if dense else products
             best = np.argpartition(products, -k, axis=1)[:, -k:] if k < len(some) else np.arange(len(some))[None]
             best = np.broadcast_to(best, (len(vectors), best.shape[1]))
-            both = (
-                np.concatenate([scores, np.take_along_axis(products, best, axis=1)], axis=1),
-                np.concatenate([rows, some[best]], axis=1),
-            )
+            nearest = np.take_along_axis(products, best, axis=1)
+            both = np.concatenate([scores, nearest], axis=1), np.concatenate([rows, some[best]], axis=1)
             scores, rows = (part[:, :k] for part in _ordered(*both))
         return scores, rows
 

@@ -254,19 +254,15 @@ def prune(version: Place, keep: int | None = None) -> None:
     of_lineage = [each for each in usable if each.facts.lineage == facts.lineage]
     old = [] if keep is None else [v for v in of_lineage[:-keep] if not v.current and v.id != version.name]
     for gone in old:
+        place = root / gone.id
         with errors_at(root, "index"):
-            _delete(root / gone.id)
+            delete(place / MANIFEST)  # first, so that an interruption leaves no version that looks whole
+            place.clear() if isinstance(place, Folder) else shutil.rmtree(place)
         say(f"index: deleted version {gone.id} (keep_versions={keep})")
     if len(usable) == len(_places(root)) + len(old):
         folded = min(each.facts.folded for each in of_lineage if each not in old)
         if pruned := change_log(version, facts).prune(folded):
             say(f"index: deleted {counted(pruned, 'segment')} of changes, which all versions have folded in")
-
-
-def _delete(version: Place) -> None:
-    """Delete a version: its manifest first, so that an interruption leaves none that looks whole."""
-    delete(version / MANIFEST)
-    version.clear() if isinstance(version, Folder) else shutil.rmtree(version)
 
 
 # ------------------------------------------------------------------------------------------------- before a build

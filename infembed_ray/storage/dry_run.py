@@ -37,12 +37,8 @@ def require_space(step: Step, needed: float, *reused: Path) -> str:
     more = max(0.0, needed - sum(file.stat().st_size for file in left))
     free = shutil.disk_usage(existing(step.root)).free
     if more > free:
-        raise InputError.of(
-            "output",
-            step.root,
-            f"the run needs about {gib(more)}, but {gib(free)} are free there",
-            "free some, or choose another disk",
-        )
+        fault = f"the run needs about {gib(more)}, but {gib(free)} are free there"
+        raise InputError.of("output", step.root, fault, "free some, or choose another disk")
     return f"disk: about {gib(more)} at most, {gib(free)} are free"
 
 

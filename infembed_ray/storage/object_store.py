@@ -164,11 +164,6 @@ class Folder:
         return PurePosixPath(self.name).suffix
 
     @property
-    def stem(self) -> str:
-        """The name without its suffix, as of a `Path`."""
-        return PurePosixPath(self.name).stem
-
-    @property
     def parent(self) -> Folder:
         """The folder that holds this one."""
         return replace(self, base=self.base.rsplit("/", 1)[0])
@@ -315,18 +310,12 @@ def convert_errors(place: str, setting: str) -> Iterator[None]:
         reason = str(error).partition("Debug source:")[0]
         reason = " ".join((reason.partition("non-2xx status code: ")[2] or reason).split())
         if isinstance(error, OSError) and error.errno in _DISK:
-            raise InputError.of(
-                setting,
-                place,
-                f"a file of this machine cannot be used ({reason[:240]})",
-                f"{SCRATCH} is {_scratch_path()}: free space there, or set it to another writable directory",
-            ) from error
-        raise InputError.of(
-            setting,
-            place,
-            f"the object store failed ({reason[:240]})",
-            "check the address, the credentials and region in the environment, and AWS_ENDPOINT_URL",
-        ) from error
+            fault = f"a file of this machine cannot be used ({reason[:240]})"
+            remedy = f"{SCRATCH} is {_scratch_path()}: free space there, or set it to another writable directory"
+        else:
+            fault = f"the object store failed ({reason[:240]})"
+            remedy = "check the address, the credentials and region in the environment, and AWS_ENDPOINT_URL"
+        raise InputError.of(setting, place, fault, remedy) from error
 
 
 def listing_digest(entries: dict[str, Entry]) -> str:
@@ -382,12 +371,8 @@ def _aws_profile() -> Any:
     try:
         provider = importlib.import_module("obstore.auth.boto3")
     except ImportError as error:
-        raise InputError.of(
-            "AWS_PROFILE",
-            None,
-            "credentials in AWS's files need boto3",
-            "pip install boto3, or set AWS_ACCESS_KEY_ID",
-        ) from error
+        fault, remedy = "credentials in AWS's files need boto3", "pip install boto3, or set AWS_ACCESS_KEY_ID"
+        raise InputError.of("AWS_PROFILE", None, fault, remedy) from error
     try:
         return provider.Boto3CredentialProvider()
     except ValueError:  # no credentials there

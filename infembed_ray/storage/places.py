@@ -19,7 +19,7 @@ from infembed_ray.storage.object_store import Folder, convert_errors, is_uri, ro
 _BLOCK = 1 << 20
 
 Place = Path | Folder
-"""A file or directory of this machine, or of an object store. `/`, `name`, `stem`, `suffix` and `is_file` work for both."""
+"""A file or directory of this machine, or of an object store. `/`, `name`, `suffix` and `is_file` work for both."""
 
 
 def open_binary(file: Place) -> Any:

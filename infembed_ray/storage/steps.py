@@ -41,22 +41,20 @@ _ORIGIN = ".uri"
 """File beside a copy of an input, with the URI that it was copied from."""
 
 
-def local_path(value: str, name: str) -> Path:
-    """Return the value of the setting `name` as an absolute path: workers have other working directories.
+def open_place(value: str, name: str) -> Place:
+    """Open the folder of an object store, or the directory, that the setting `name` names.
+
+    The path is absolute: workers have other working directories.
 
     Raises:
-        InputError: the value is a URI of an object store, which this setting does not accept.
+        InputError: as `Folder.open`, or the value is a URI with another scheme.
     """
+    if is_uri(value):
+        return Folder.open(value, name)
     if "://" in value and not value.startswith("file://"):
-        schemes = "" if is_uri(value) else "; schemes of object stores are s3, gs and abfs"
-        remedy = f"mount it, or give a shared directory{schemes}"
+        remedy = "mount it, or give a shared directory; schemes of object stores are s3, gs and abfs"
         raise InputError.of(name, value, "must be a path of this machine", remedy)
     return Path(value.removeprefix("file://")).expanduser().absolute()
-
-
-def open_place(value: str, name: str) -> Place:
-    """Open the directory or the folder of an object store that a setting names; InputError as both."""
-    return Folder.open(value, name) if is_uri(value) else local_path(value, name)
 
 
 def folder_of(settings: Any, name: str) -> Place:
@@ -173,12 +171,8 @@ def read_manifest(path: Place, name: str) -> dict[str, Any]:
         if not isinstance(manifest, dict):
             raise ValueError("not a JSON object")
     except ValueError as error:
-        raise InputError.of(
-            name,
-            path,
-            f"{MANIFEST} is damaged ({error})",
-            "restore it, or delete this directory and run the step again",
-        ) from error
+        remedy = "restore it, or delete this directory and run the step again"
+        raise InputError.of(name, path, f"{MANIFEST} is damaged ({error})", remedy) from error
     return manifest
 
 

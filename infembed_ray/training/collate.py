@@ -45,12 +45,8 @@ def flatten(record: TrainingRecord) -> tuple[TrainingTuple, ...]:
     if isinstance(record, Example):
         scores = record.positive_scores[:1] + record.negative_scores if record.positive_scores else ()
         first, *others = record.positives
-        instructions = record.instruction or "", record.negative_instruction or ""
-        return (
-            TrainingTuple(
-                instructions[0], record.query, first, instructions[1], tuple(others), record.negatives, scores
-            ),
-        )
+        own, poisoned = record.instruction or "", record.negative_instruction or ""
+        return (TrainingTuple(own, record.query, first, poisoned, tuple(others), record.negatives, scores),)
     good, bad = record.instruction_positive, record.instruction_negative
     return (
         TrainingTuple(good, record.query_positive, record.document_positive, bad),

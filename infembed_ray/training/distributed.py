@@ -1,7 +1,6 @@
 """Training on a Ray cluster: Ray Train places the workers, connects them and restarts them after failures."""
 
 import os
-import shutil
 import signal
 import threading
 import time
@@ -24,7 +23,7 @@ from infembed_ray.ray_cluster import connect, on_a_cluster
 from infembed_ray.ray_failures import cause_of, meaning
 from infembed_ray.records.tuples import TrainingRecord
 from infembed_ray.storage.object_store import Folder, is_uri
-from infembed_ray.storage.places import place_of
+from infembed_ray.storage.places import clear, place_of
 from infembed_ray.storage.steps import STATES
 from infembed_ray.training.node_files import RAY_TRAIN_LOGS, node_directory
 
@@ -88,7 +87,7 @@ def fit(settings: TrainSettings, rows: Sequence[TrainingRecord], directory: Path
         raise _explained(error, settings) from error
     if refused is not None:
         raise InputError(refused)
-    logs.clear() if isinstance(logs, Folder) else shutil.rmtree(logs, ignore_errors=True)
+    clear(logs)
 
 
 @contextmanager

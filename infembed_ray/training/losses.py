@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Literal, cast, get_args
 
 import torch
@@ -88,16 +89,9 @@ class Objective:
         return f"{self.kind}{{{','.join(self.variables)}}}"
 
 
-_SUBSETS: tuple[tuple[Variable, ...], ...] = (
-    ("P",),
-    ("I",),
-    ("IQ",),
-    ("P", "I"),
-    ("P", "IQ"),
-    ("I", "IQ"),
-    ("P", "I", "IQ"),
-)
+_VARIABLES: tuple[Variable, ...] = ("P", "I", "IQ")
 _KINDS: tuple[Kind, ...] = ("uni", "multi")
+_SUBSETS = [subset for size in (1, 2, 3) for subset in combinations(_VARIABLES, size)]
 ALL_OBJECTIVES = tuple(Objective(kind, subset) for kind in _KINDS for subset in _SUBSETS)
 NCE = Objective("nce", ("PIQ",))
 

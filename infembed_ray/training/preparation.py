@@ -60,20 +60,32 @@ class Preparer:
         number, rows = item
         settings = self._settings
         seed = f"{settings.seed}/{number}"
-        shares = [[drawn(self._records[row], settings.hard_negatives, seed) for row in share] for share in rows]
-        batch = collate(
-            self._encoder,
-            shares,
-            self._rank,
-            self._objective,
-            instruction_negatives=settings.instruction_negatives,
-            iq_negatives=settings.iq_negatives,
-            seed=seed,
-        )
+        shares = [[self._records[row] for row in share] for share in rows]
+        batch = batch_of(settings, self._encoder, self._objective, shares, self._rank, seed)
         sides = [batch.queries, batch.passages]
         groups = [[*batch.queries, *batch.passages]] if self._encoder.one_backbone else sides
         laid_out = [(texts, passes(self._encoder, texts, settings.grad_cache_tokens)) for texts in groups]
         return Prepared(seed, [record.id for share in shares for record in share], batch, laid_out)
+
+
+def batch_of(
+    settings: TrainSettings,
+    encoder: InstructionEncoder,
+    objective: Objective,
+    shares: Sequence[Sequence[TrainingRecord]],
+    rank: int,
+    seed: str,
+) -> Batch:
+    """Draw the passages of a step's records, and collate the share of one worker."""
+    return collate(
+        encoder,
+        [[drawn(record, settings.hard_negatives, seed) for record in share] for share in shares],
+        rank,
+        objective,
+        instruction_negatives=settings.instruction_negatives,
+        iq_negatives=settings.iq_negatives,
+        seed=seed,
+    )
 
 
 def passes(encoder: InstructionEncoder, sequences: Sequence[Tokens], batch_tokens: int | None) -> list[Pass]:

@@ -31,15 +31,11 @@ def mteb_task(original, directory, **changes):
     return Local
 
 
-def mteb_class(name):
-    import mteb
-
-    return type(mteb.get_task(name))
-
-
 def in_mteb(name, mirror):
     """Make mteb's task over the files of one of our tasks."""
-    return mteb_task(mteb_class(NAMES[name]), mirror / catalogue.TASKS[name].repositories[0])()
+    import mteb
+
+    return mteb_task(type(mteb.get_task(NAMES[name])), mirror / catalogue.TASKS[name].repositories[0])()
 
 
 def theirs(task, encoder):

@@ -117,16 +117,20 @@ def assert_same_values(task, run, seen):
 # --------------------------------------------------------------------------------------------------- they agree
 
 
-@pytest.mark.parametrize("name", ["followir/news21", "followir/core17"])
-def test_followir_agrees_with_mteb(name, mirror, encoder):
-    task = catalogue.load(name, str(mirror))
-    other = in_mteb(name, mirror)
+def compared(name, mirror, encoder):
+    """Evaluate a task in both; rankings and values must agree. Return it with our run and means, and mteb's task and scores."""
+    task, other = catalogue.load(name, str(mirror)), in_mteb(name, mirror)
     scores = theirs(other, encoder)
     run, scored = ours(task, encoder)
     assert_same_rankings(run, other.run)
     assert_same_values(task, run, other.seen)
+    return task, run, means(scored), other, scores
+
+
+@pytest.mark.parametrize("name", ["followir/news21", "followir/core17"])
+def test_followir_agrees_with_mteb(name, mirror, encoder):
+    task, run, averages, _, scores = compared(name, mirror, encoder)
     main, beside = task.figures
-    averages = means(scored)
     assert averages[main.name] == pytest.approx(scores["p-MRR"], abs=1e-6)
     assert averages[main.name] != 0
     key = beside.measure.lower().replace("@", "_at_")
@@ -139,25 +143,14 @@ def test_followir_agrees_with_mteb(name, mirror, encoder):
 
 @pytest.mark.parametrize("subset", ["biology", "leetcode"])
 def test_bright_agrees_with_version_1_1_of_mteb(subset, mirror, encoder):
-    task = catalogue.load(f"bright/{subset}", str(mirror))
-    other = in_mteb(f"bright/{subset}", mirror)
-    scores = theirs(other, encoder)
-    run, scored = ours(task, encoder)
-    assert_same_rankings(run, other.run)
-    assert_same_values(task, run, other.seen)
-    assert means(scored)["nDCG@10"] == pytest.approx(scores["ndcg_at_10"], abs=ROUNDING)
+    task, _, averages, other, scores = compared(f"bright/{subset}", mirror, encoder)
+    assert averages["nDCG@10"] == pytest.approx(scores["ndcg_at_10"], abs=ROUNDING)
     assert bool(task.excluded) == (subset == "leetcode")
     assert not any(task.excluded.get(query, frozenset()) & ranking.keys() for query, ranking in other.run.items())
 
 
 def test_instructir_agrees(mirror, encoder):
-    task = catalogue.load("instructir", str(mirror))
-    other = in_mteb("instructir", mirror)
-    scores = theirs(other, encoder)
-    run, scored = ours(task, encoder)
-    assert_same_rankings(run, other.run)
-    assert_same_values(task, run, other.seen)
-    averages = means(scored)
+    _, _, averages, _, scores = compared("instructir", mirror, encoder)
     assert averages["Robustness@10"] == pytest.approx(scores["robustness_at_10"], abs=1e-6)
     assert averages["nDCG@10"] == pytest.approx(scores["ndcg_at_10"], abs=ROUNDING)
     assert 0 < averages["Robustness@10"] < averages["nDCG@10"]
@@ -192,13 +185,10 @@ def test_mteb_passes_query_and_instruction_separately(tmp_path, monkeypatch):
     pq.write_table(pa.Table.from_pylist(rows), file)
     task = catalogue.load("followir/core17", str(tmp_path))
     recorder = Recorder()
-    theirs(in_mteb("followir/core17", tmp_path), mteb_adapter.MtebEncoder(recorder, _meta()))
+    meta = mteb.get_model_meta("mteb/baseline-random-encoder")
+    theirs(in_mteb("followir/core17", tmp_path), mteb_adapter.MtebEncoder(recorder, meta))
     assert recorder.queries == [Query("", query.query, query.instruction) for query in task.queries]
     assert recorder.passages == task.corpus["text"].to_pylist()
-
-
-def _meta():
-    return mteb.get_model_meta("mteb/baseline-random-encoder")
 
 
 def test_similarity_is_the_inner_product(encoder):

@@ -89,29 +89,27 @@ def test_a_request_has_its_address_headers_and_body_and_reuses_the_connection() 
 
 
 @pytest.mark.parametrize(
-    "response",
+    ("connections", "response"),
     [
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nans\r\n|3\r\nwer\r\n0\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 26\r\n\r\n" + gzip.compress(b"answer", mtime=0),
-        b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n|" + OK,
-        b"HTTP/1.1 200 OK\r\nContent-Le|ngth: 6\r\n\r\nanswer",
-        b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 6\r\n\r\nanswer",
+        (1, b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nans\r\n|3\r\nwer\r\n0\r\n\r\n"),
+        (
+            1,
+            b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 26\r\n\r\n"
+            + gzip.compress(b"answer", mtime=0),
+        ),
+        (1, b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n|" + OK),
+        (1, b"HTTP/1.1 200 OK\r\nContent-Le|ngth: 6\r\n\r\nanswer"),
+        (1, b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 6\r\n\r\nanswer"),
+        (2, b"HTTP/1.1 200 OK\r\n\r\nans|wer"),
+        (2, b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 6\r\n\r\nanswer"),
     ],
 )
-def test_every_form_of_response_is_read_and_leaves_the_connection_usable(response: bytes) -> None:
-    server = Server(response, response, pause_s=0.01)
+def test_every_form_of_response_is_read_and_only_one_that_ends_its_connection_is_followed_by_a_new_one(
+    connections: int, response: bytes
+) -> None:
+    server = Server(response, response, pause_s=0.01, close=connections == 2)
     assert posting(server, times=2).body == b"answer"
-    assert server.connections == 1
-
-
-@pytest.mark.parametrize(
-    "response",
-    [b"HTTP/1.1 200 OK\r\n\r\nans|wer", b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 6\r\n\r\nanswer"],
-)
-def test_a_response_that_ends_its_connection_is_followed_by_a_new_one(response: bytes) -> None:
-    server = Server(response, response, pause_s=0.01, close=True)
-    assert posting(server, times=2).body == b"answer"
-    assert server.connections == 2
+    assert server.connections == connections
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,6 @@ def qwen2(backbone_path):
     return InstructionEncoder.from_pretrained(backbone_path("qwen2"), pooling="last")
 
 
-def all_texts(encoder):
-    pairs = [(query, instruction) for query in QUERIES for instruction in INSTRUCTIONS]
-    queries = encoder.tokenize_queries(*map(list, zip(*pairs, strict=True)))
-    return queries + encoder.tokenize_passages(QUERIES)
-
-
 def computed(encoder, run):
     """Tokens that a run puts through the backbone."""
     widths = []
@@ -60,7 +54,8 @@ def computed(encoder, run):
 
 @pytest.mark.parametrize("encoder", [(f, p) for f in DECODERS for p in ("last", "mean")], indirect=True)
 def test_a_mixed_batch_gives_the_embeddings_of_each_text_alone(encoder):
-    sequences = all_texts(encoder)
+    pairs = [(query, instruction) for query in QUERIES for instruction in INSTRUCTIONS]
+    sequences = encoder.tokenize_queries(*map(list, zip(*pairs, strict=True))) + encoder.tokenize_passages(QUERIES)
     assert {t.instruction > 0 for t in sequences} == {True, False}
     expected = alone(encoder, sequences)
     cache = PrefixCache(encoder, MIB)

@@ -1,7 +1,5 @@
 """`--dry-run`: the plan, all mistakes at once, and nothing left behind. Ray never starts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

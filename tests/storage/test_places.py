@@ -35,7 +35,7 @@ def test_files_are_listed_and_read(place):
 
 def test_names_are_those_of_a_path(place):
     file = place / "below" / "b.txt"
-    assert (file.name, file.stem, file.suffix, file.parent.name) == ("b.txt", "b", ".txt", "below")
+    assert (file.name, file.suffix, file.parent.name) == ("b.txt", ".txt", "below")
     assert (file.is_file(), place.is_file(), place.exists(), (place / "c").exists()) == (True, False, True, False)
 
 

@@ -1,7 +1,5 @@
 """The estimate of calls, tokens and price."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

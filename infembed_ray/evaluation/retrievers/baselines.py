@@ -19,7 +19,7 @@ from infembed_ray.evaluation.tasks.task import Query, Task
 from infembed_ray.modeling import checkpoint
 from infembed_ray.storage import steps
 from infembed_ray.storage.object_store import Folder, is_uri
-from infembed_ray.storage.places import Place, address, place_of
+from infembed_ray.storage.places import Place, place_of
 
 FILE = Path(__file__).with_name("baselines.yaml")
 _CLASSES = {
@@ -101,7 +101,7 @@ def resolve(
         run = steps.resolve_input(settings.model, f"{where}.model")
         return settings.model_copy(update={"model": settings.model if is_uri(settings.model) else str(run.absolute())})
     # Workers have other working directories.
-    places = {part: _absolute(name, f"{where}.{part}") for part, name, _ in _weights(settings)}
+    places = {part: checkpoint.absolute(name, f"{where}.{part}") for part, name, _ in _weights(settings)}
     return settings.model_copy(update=places)
 
 
@@ -117,19 +117,6 @@ def _over_baseline(where: str, name: str, given: Mapping[str, Any]) -> Retriever
         if key != "baseline"
     }
     return RetrieverSettings.from_mapping(merged, f"{where}.").model_copy(update={"baseline": name})
-
-
-def _absolute(model: str, setting: str) -> str:
-    """Return a model directory as an absolute path, with `latest` followed; a hub name stays as it is."""
-    if is_uri(model):
-        return address(steps.find_input(model, setting))
-    path = Path(model).expanduser().absolute()
-    if path.is_dir():
-        return str(steps.resolve(path).resolve())
-    if model.startswith(("/", ".", "~")) or model.count("/") != 1:
-        remedy = "give an existing one, or a hub name like org/model"
-        raise InputError.of(setting, model, "no such model directory", remedy)
-    return model
 
 
 def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str, Place], dict[str, str]]:

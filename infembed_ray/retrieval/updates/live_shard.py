@@ -280,7 +280,9 @@ class LiveShard:
         lexical = []
         for number, (text, vector) in enumerate(zip(query.texts, vectors, strict=True)):
             words = self._words(snapshot, text, keep, live)
-            by_words = _best_rows(words, k)
+            by_words = np.flatnonzero(words)
+            if len(by_words) > k:  # of equal scores at the end, some
+                by_words = by_words[np.argpartition(words[by_words], -k)[-k:]]
             places = np.union1d(best[number][1], np.where(by_words < len(self.base), by_words, by_words - len(words)))
             best[number] = _scores(vector, self._vectors(snapshot, places)), places
             lexical.append(words[places])
@@ -377,14 +379,6 @@ def _best(
         best = exact >= np.partition(exact, -k)[-k]
         exact, places = exact[best], places[best]
     return exact, places
-
-
-def _best_rows(scores: np.ndarray, depth: int) -> np.ndarray:
-    """The indices of the `depth` highest scores, without those that are 0; of equal scores at the end, some."""
-    rows = np.flatnonzero(scores)
-    if len(rows) > depth:
-        rows = rows[np.argpartition(scores[rows], -depth)[-depth:]]
-    return rows
 
 
 def _scores(vector: np.ndarray, rows: np.ndarray) -> np.ndarray:
