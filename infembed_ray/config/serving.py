@@ -1,7 +1,5 @@
 """Settings of `infembed serve`."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, Literal
 
@@ -105,9 +103,3 @@ class ServeSettings(Settings):
     def indexes(self) -> dict[str, str]:
         """Collection -> its index; the first is the default collection."""
         return {DEFAULT_COLLECTION: self.index, **self.collections}
-
-    def with_index(self, collection: str, place: str) -> ServeSettings:
-        """Return the settings with another index of a collection."""
-        if collection == DEFAULT_COLLECTION:
-            return self.model_copy(update={"index": place})
-        return self.model_copy(update={"collections": {**self.collections, collection: place}})

@@ -108,7 +108,7 @@ def _stop_if_current(plan: Plan) -> None:
         served = served_release()
     except Exception:  # the ingress is lost
         served = None
-    if served is None or served[1].command == plan.release.command:
+    if served is None or served.command == plan.release.command:
         stop()
 
 

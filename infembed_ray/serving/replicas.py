@@ -392,9 +392,9 @@ class Ingress:
             raise ReplicaLost
         return self._served
 
-    async def served(self) -> tuple[ApiArguments, ReleaseSpec | None, ReleaseSpec | None]:
-        """Return the arguments of this replica, the release that it answers from, if any, and the one that it should."""
-        return self._arguments, self._served[0] if self._served else None, self._wanted
+    async def served(self) -> tuple[ReleaseSpec | None, ReleaseSpec | None]:
+        """Return the release that this replica answers from, if any, and the one that it should."""
+        return self._served and self._served[0], self._wanted
 
     async def changed_documents(self) -> dict[str, float]:
         """As `Release.changed_documents`, by collection."""

@@ -160,7 +160,7 @@ class Supervisor:
         try:
             if current is None:  # a new ingress replica asks; the others may serve a release
                 with suppress(ReplicaLost, QueueFull, asyncio.TimeoutError):
-                    current = (await asyncio.wait_for(self._ingress("served"), OTHERS_S))[1]
+                    current = (await asyncio.wait_for(self._ingress("served"), OTHERS_S))[0]
             # Serve applies a config file again after the loss of its controller, and the API may have moved on since.
             if current is not None and await asyncio.to_thread(_overtaken, new, current):
                 raise StartError(f"{new.versions} is not the latest version; {current.versions} serves on")
@@ -197,7 +197,7 @@ class Supervisor:
         times = 2 * self._arguments.settings.ingress_replicas
         asked = (RetriedCalls()(lambda: self._ingress("served"), READY_TIMEOUT_S) for _ in range(times))
         answers = await asyncio.gather(*asked)
-        return [spec for _, *specs in answers for spec in specs if spec]
+        return [spec for pair in answers for spec in pair if spec]
 
     def _used(self, specs: Sequence[ReleaseSpec]) -> set[str]:
         """Return the parts of these releases and of those that are being admitted."""
@@ -255,7 +255,7 @@ class Supervisor:
         """Switch to what settings name now, and return it."""
         new: ReleaseSpec = await named_release.remote(served.model_copy(update={"settings": settings}))
         await self.admit(served, new)
-        await asyncio.to_thread(switch, self._arguments, new, (self._arguments, served))
+        await asyncio.to_thread(switch, self._arguments, new, served)
         return new
 
     async def _compact(self, served: ReleaseSpec, name: str) -> ReleaseSpec:
@@ -283,7 +283,8 @@ class Supervisor:
             fault = f"{latest.name} is the latest version, and has other documents"
             raise InputError.of("index", spec.index.index, fault, "serve that one, or the directory of the versions")
         if settings.indexes[name] == spec.index.index:  # they name a version
-            settings = settings.with_index(name, published)
+            named = {**settings.indexes, name: published}
+            settings = settings.model_copy(update={"index": named.pop(DEFAULT_COLLECTION), "collections": named})
         return await self._move(served, settings)
 
     async def _delete_unused(self, specs: Sequence[ReleaseSpec]) -> None:
@@ -397,11 +398,7 @@ def _queries(probes: Sequence[Probe]) -> Iterator[tuple[str, SearchRequest]]:
 # -------------------------------------------------------------------------------------------- one release for another
 
 
-Deployed = tuple[ApiArguments, ReleaseSpec]
-"""The API of a cluster: its arguments and its release."""
-
-
-def roll_out(arguments: ApiArguments, new: ReleaseSpec, current: Deployed | None) -> None:
+def roll_out(arguments: ApiArguments, new: ReleaseSpec, current: ReleaseSpec | None) -> None:
     """Let the supervisor start a release and compare it with what is served (None: nothing is); then switch the API to it.
 
     Raises:
@@ -411,37 +408,37 @@ def roll_out(arguments: ApiArguments, new: ReleaseSpec, current: Deployed | None
         _start(None, new)
         return switch(arguments, new, None)
     supervisor = ray_compat.unchecked_handle(SUPERVISOR, APPLICATION)
-    admission = supervisor.admit.remote(current[1], new)
+    admission = supervisor.admit.remote(current, new)
     while True:
         try:
             admission.result(timeout_s=PROGRESS_S)
             return switch(arguments, new, current)
         except TimeoutError:
-            waiting = {name: state for name, state in serve.status().applications.items() if name in new.parts}
-            for name, state in waiting.items():
-                _say_progress(name, state)
+            states = serve.status().applications
+            for name in states.keys() & new.parts.keys():
+                _say_progress(name, states[name])
         except (RayActorError, DeploymentUnavailableError):  # Serve starts another supervisor, which continues
             time.sleep(POLL_S)
-            admission = supervisor.admit.remote(current[1], new)
+            admission = supervisor.admit.remote(current, new)
         except RayTaskError as error:
             raise explained(error) from error
 
 
-def switch(arguments: ApiArguments, new: ReleaseSpec, current: Deployed | None) -> None:
+def switch(arguments: ApiArguments, new: ReleaseSpec, current: ReleaseSpec | None) -> None:
     """Switch the API to an admitted release, and wait until it answers from it.
 
     Raises:
         StartError: it does not, or another command has switched the API meanwhile; the current release serves on.
     """
-    served = current and served_release()
-    if current and served and served[1].fingerprint not in (current[1].fingerprint, new.fingerprint):
+    known, before = {new.fingerprint, current and current.fingerprint}, ray_compat.applied_configs()
+    if current and (served := served_release()) and served.fingerprint not in known:
         raise StartError("another command has switched the API meanwhile; it stays as it is: run this command again")
     try:
         switch_to(arguments, new)
         _wait_until_served(new, 2 * arguments.settings.ingress_replicas)
     except BaseException:
-        if current and (served_release() or current)[1].fingerprint in (new.fingerprint, current[1].fingerprint):
-            switch_to(*current)
+        if current and (served_release() or current).fingerprint in known:
+            ray_compat.apply_configs(before)
         raise
 
 
@@ -464,21 +461,21 @@ def switch_to(arguments: ApiArguments, release: ReleaseSpec | None) -> None:
         wait_until_running(APPLICATION)
 
 
-def served_release() -> Deployed | None:
-    """Return the arguments and the release of this cluster's API; None: there is no API, or it has no release."""
+def served_release() -> ReleaseSpec | None:
+    """Return the release of this cluster's API; None: there is no API, or it has no release."""
     application = serve.status().applications.get(APPLICATION)
     if application is None or INGRESS not in application.deployments:
         return None
     ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
-    arguments, spec, _ = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)
-    return spec and (arguments, spec)
+    release: ReleaseSpec | None = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)[0]
+    return release
 
 
 def _wait_until_served(release: ReleaseSpec, times: int) -> None:
     """Wait until the API answers from a release several times in a row: Serve picks an ingress replica at random."""
     deadline, in_a_row = time.monotonic() + READY_TIMEOUT_S, 0
     while in_a_row < times:
-        if (served := served_release()) is not None and served[1].fingerprint == release.fingerprint:
+        if (served := served_release()) and served.fingerprint == release.fingerprint:
             in_a_row += 1
             continue
         in_a_row = 0

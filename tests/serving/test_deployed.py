@@ -93,13 +93,14 @@ def put(api: str, *numbers: int) -> int:
 
 def wanted() -> Any:
     """Return the release that the ingress should serve."""
-    return serve.get_deployment_handle(INGRESS, APPLICATION).served.remote().result()[2]
+    return serve.get_deployment_handle(INGRESS, APPLICATION).served.remote().result()[1]
 
 
 def applications() -> set[str]:
     return set(serve.status().applications)
 
 
+@pytest.mark.slow
 def test_a_worse_encoder_is_refused_whether_a_file_or_the_latest_version_names_it(
     api: str, of_service: ServeSettings, directory: Path, root: Path, minilm: str
 ) -> None:

@@ -19,10 +19,8 @@ import numpy as np
 import openai
 import pytest
 import ray
-import yaml
 from ray import serve
 from ray.serve.context import _get_global_client
-from ray.serve.schema import ServeDeploySchema
 
 from infembed_ray.config.serving import RerankSettings, ServeSettings
 from infembed_ray.errors import InputError
@@ -315,18 +313,6 @@ def test_searches_are_reranked_and_go_on_without_a_lost_reranker(
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_deployed_config_file_serves(api: str, settings: ServeSettings, root: Path) -> None:
-    file = root / "deployed.yaml"
-    run(settings.model_copy(update={"config_file": str(file), "writable": False}))
-    config = yaml.safe_load(file.read_text())
-    _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config))
-    wait_until(lambda: ask(f"{api}/v1/models")[1].get("data", [{}])[0].get("writable") is False, 120)
-    wait_until(lambda: ask(f"{api}/readyz")[0] == 200)
-    assert found(api, QUERY, top_k=1, instruction=INSTRUCTIONS[0]) == ["diabetes-doctors"]
-
-
-@pytest.mark.ray
-@pytest.mark.slow
 def test_the_command_serves_with_keys_and_is_upgraded_by_a_second_command(index: str, root: Path, minilm: str) -> None:
     port, options = free_port(), ["cpus_per_shard=0.1", "request_timeout_s=5"]
     keys = {"INFEMBED_API_KEYS": "key-one,key-two"}
@@ -346,29 +332,6 @@ def test_the_command_serves_with_keys_and_is_upgraded_by_a_second_command(index:
         server.send_signal(signal.SIGINT)
         assert server.wait(timeout=60) == 0
     wait_until(lambda: is_free(port), 10)
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_the_command_compacts_its_index_and_switches_to_the_next_version(root: Path, minilm: str) -> None:
-    index, port = publish_index(root / "compacted", minilm, PASSAGES), free_port()
-    options = [f"index={index.parent}", "compact_at=2", "request_timeout_s=5"]
-    with serve_command(port, *options) as (server, lines):
-        url = f"http://127.0.0.1:{port}"
-        documents = [{"id": f"new-{n}", "text": f"The Kalmar Union of 1397, part {n}."} for n in range(6)]
-        sequence = ask(f"{url}/v1/documents", {"documents": documents}, "PUT")[1]["sequence"]
-        body = {"query": "Kalmar Union", "top_k": 6, "min_sequence": sequence}
-        before = ask(f"{url}/v1/search", body)[1]
-        assert before["index_version"] == index.name
-        wait_until(lambda: ask(f"{url}/v1/search", body)[1]["index_version"] != index.name, 300)
-        after = ask(f"{url}/v1/search", body)[1]
-        assert {hit["id"] for hit in after["hits"]} == {document["id"] for document in documents}
-        assert [hit["text"] for hit in after["hits"]] == [hit["text"] for hit in before["hits"]]
-        assert after["sequence"] == sequence
-        assert Index.describe(index.parent).facts.folded == sequence
-        assert ask(f"{url}/v1/documents", {"ids": ["new-1"]}, "DELETE")[1]["sequence"] == sequence + 1
-        server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=90) == 0, "".join(lines)
 
 
 @pytest.mark.ray

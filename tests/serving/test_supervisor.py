@@ -55,7 +55,7 @@ class Api:
         self.supervisor = Supervisor(self.arguments)
 
     async def ingress(self, method: str) -> Any:
-        return self.changed if method == "changed_documents" else (self.arguments, self.served, self.wanted)
+        return self.changed if method == "changed_documents" else (self.served, self.wanted)
 
     def start(self, current: ReleaseSpec | None, new: ReleaseSpec) -> None:
         self.started.append(new)
