@@ -39,7 +39,7 @@ lint: environment
 
 # The documentation site, in .cache/site; warnings and broken links are errors.
 docs: environment
-	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+	python -m scripts.site
 
 # Bill of materials (CycloneDX) and licences of the environment, in .cache/materials. docker/Dockerfile has a target for an image's.
 # The tools have an environment of their own: what they install makes every process that imports Ray start a second later.

@@ -1,20 +1,24 @@
 """Instruction following of a small trained model by objective, design and seed, as in the paper's Tables 3 and 4.
 
     python benchmarks/instruction_following.py --data DATA                      # base, multi{P,I} and the recipe, one seed
-    python benchmarks/instruction_following.py --data DATA --table objectives --seeds 1 2 3 --results runs.jsonl --controls
+    python benchmarks/instruction_following.py --data DATA --table objectives --seeds 1 2 3 --results runs.jsonl
     python benchmarks/instruction_following.py --data DATA --table data       --seeds 1 2 3 --results runs.jsonl
     python benchmarks/instruction_following.py --data DATA --table designs    --seeds 1 2 3 --results runs.jsonl
     python benchmarks/instruction_following.py --data DATA --table mining     --seeds 1 2   --results runs.jsonl --mined MINED
 
 Models are trained on DATA/infir_mini/train.jsonl, or the files that a row of the table names. They are evaluated on dev.jsonl and,
 as `reworded`, on dev_reworded.jsonl and dev_more.jsonl together, whose instructions share no content word with the passages, with
-1,000 distractors from DATA/msmarco_seeds. MINED is the output of `infembed mine` of train.jsonl.
+1,000 distractors from DATA/msmarco_seeds; under the obedience controls; on Cranfield; and on InstructIR's instructions for 300 queries, whose
+corpus is not in DATA: the passages of msmarco_seeds stand in for it. MINED is the output of `infembed mine` of train.jsonl.
 Each run is a process with one worker and one thread. Finished runs are read from --results. `--model decoder` trains MiniLM
 with a causal mask.
 
 The last line is one JSON object, with means over seeds:
     p_mrr_reworded, p_mrr_reworded_base, p_mrr_reworded_multi    p-MRR x100 of the recipe, base, multi{P,I}
     ndcg_change    least change of nDCG@10 against base over the three kinds of query, the recipe on `reworded`
+    shuffled_share share of the recipe's gain of p-MRR on `reworded` that it also has under the instructions of other queries
+    robustness     Robustness@10 of the recipe: the worst nDCG@10 of a query over its instructions, averaged over queries
+    cranfield      nDCG@10 of the recipe on Cranfield
     p_mrr, p_mrr_base, p_mrr_multi, ndcg_change_original    the same on dev
     seeds          seeds of the recipe
 """
@@ -66,6 +70,18 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
         RECIPE: RECIPE_SETTINGS,
         "all three files": {**ONE_NEGATIVE, "train": ["train", "train_reworded", "train_more"], "drawn": 417},
     },
+    "weights": {
+        MULTI: ONE_NEGATIVE,
+        RECIPE: RECIPE_SETTINGS,
+        f"{RECIPE}, 1e-4": {**RECIPE_SETTINGS, "learning_rate": 1e-4},
+        f"{RECIPE}, 1e-4, weight 4 on I": {**RECIPE_SETTINGS, "learning_rate": 1e-4, "term_weights": {"I": 4}},
+        "all three files, 1e-4, weight 4 on I": {
+            **ONE_NEGATIVE,
+            "train": ["train", "train_reworded", "train_more"],
+            "learning_rate": 1e-4,
+            "term_weights": {"I": 4},
+        },
+    },
     "objectives": {objective: {"objective": objective} for objective in OBJECTIVES},
     "designs": DESIGNS,
     # Tuples have the other two passages of their record as negatives, and then the nearest mined ones.
@@ -76,12 +92,13 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 BASE = "base"
+ROBUST_QUERIES = 300
 Part = Callable[[dict[str, Any]], dict[str, Any]]
 PARTS: dict[str, Part] = {"dev": lambda run: run, "reworded": lambda run: run["reworded"]}
 """Set of records -> its figures within those of a run."""
 
 
-def train_and_evaluate(run: Run, data: Path, model: str, mined: Path | None, controls: bool) -> dict[str, Any]:
+def train_and_evaluate(run: Run, data: Path, model: str, mined: Path | None) -> dict[str, Any]:
     """Train and evaluate in this process; return the figures on dev, and on the reworded records as `reworded`."""
     import torch
 
@@ -113,7 +130,7 @@ def train_and_evaluate(run: Run, data: Path, model: str, mined: Path | None, con
             train_worker(settings, records, path, torch.device("cpu"))
         trained = time.monotonic()
         encoder = InstructionEncoder.from_pretrained(str(path))
-        figures = evaluate(encoder, data, controls)
+        figures = evaluate(encoder, data)
     return (
         run
         | figures
@@ -140,10 +157,10 @@ def training_records(data: Path, names: Sequence[str], mined: Path | None, kept:
     ]
 
 
-def evaluate(encoder: Any, data: Path, controls: bool) -> dict[str, Any]:
-    """Return the figures on dev, and on the reworded records as `reworded`; `scores` are those of each query.
+def evaluate(encoder: Any, data: Path) -> dict[str, Any]:
+    """Return the figures on dev, on the reworded records as `reworded`, and on Cranfield and InstructIR.
 
-    With `controls`, also those of the obedience controls, and nDCG@10 on Cranfield.
+    `scores` are those of each query, `obedience` those under the obedience controls.
     """
     import numpy as np
 
@@ -167,19 +184,43 @@ def evaluate(encoder: Any, data: Path, controls: bool) -> dict[str, Any]:
         passages = np.stack([vectors[text] for text in task.corpus["text"].to_pylist()])
         asked = Controls.from_task(task)
         assert asked is not None
-        run = rankings(encoder, asked.ask(task) if controls else task, passages)
+        run = rankings(encoder, asked.ask(task), passages)
         scores = score(task, run)
         p_mrr, *ndcg, mean_average_precision = means(scores).values()
         assert p_mrr is not None
         found.append({"p_mrr": 100 * p_mrr, "ndcg": ndcg, "map": mean_average_precision, "scores": scores})
-        if controls:
-            found[-1]["obedience"] = {name: means(values) for name, values in asked.measure(task, run).items()}
-    if controls:
-        with tempfile.TemporaryDirectory() as directory:
-            task = catalogue.load(str(cranfield(data / "cranfield", Path(directory))))
-            passages = encoder.encode_passages(task.corpus["text"].to_pylist(), batch_tokens=1024)
-            found[0]["cranfield"] = means(score(task, rankings(encoder, task, passages)))["nDCG@10"]
-    return found[0] | {"reworded": found[1]}
+        found[-1]["obedience"] = {name: means(values) for name, values in asked.measure(task, run).items()}
+    with tempfile.TemporaryDirectory() as directory:
+        task = catalogue.load(str(cranfield(data / "cranfield", Path(directory))))
+        passages = encoder.encode_passages(task.corpus["text"].to_pylist(), batch_tokens=1024)
+        found[0]["cranfield"] = means(score(task, rankings(encoder, task, passages)))["nDCG@10"]
+    return found[0] | {"reworded": found[1], "robustness": robustness(encoder, data)}
+
+
+def robustness(encoder: Any, data: Path) -> float:
+    """Return Robustness@10 on InstructIR's instructions for 300 queries, among the passages of msmarco_seeds."""
+    import numpy as np
+
+    with (data / "msmarco_seeds" / "seeds.jsonl").open(encoding="utf-8") as lines:
+        passages = {seed["pid"]: seed["passage"] for seed in map(json.loads, lines)}
+    row_of = {pid: row for row, pid in enumerate(passages)}
+    judged = (line.split("\t") for line in (data / "instructir" / "qrels.tsv").read_text().splitlines()[1:])
+    relevant = {asked: row_of.get(passage.partition("_")[0]) for asked, passage, _ in judged}
+    with (data / "instructir" / "instructions.jsonl").open(encoding="utf-8") as lines:
+        asked = [row for row in map(json.loads, lines) if relevant.get(row["_id"]) is not None]
+    queries = list(dict.fromkeys(row["metadata"]["origin_query"] for row in asked))[:ROBUST_QUERIES]
+    asked = [row for row in asked if row["metadata"]["origin_query"] in set(queries)]
+    vectors = encoder.encode_queries(
+        [row["metadata"]["origin_query"] for row in asked], [row["text"] for row in asked], batch_tokens=1024
+    )
+    scores = vectors @ encoder.encode_passages(list(passages.values()), batch_tokens=1024).T
+    own = np.array([relevant[row["_id"]] for row in asked])
+    rank = (scores > scores[np.arange(len(own)), own][:, None]).sum(axis=1)  # from 0
+    ndcg = np.where(rank < 10, 1 / np.log2(rank + 2), 0.0)
+    worst = dict.fromkeys(queries, 1.0)
+    for row, value in zip(asked, ndcg.tolist(), strict=True):
+        worst[row["metadata"]["origin_query"]] = min(worst[row["metadata"]["origin_query"]], value)
+    return statistics.fmean(worst.values())
 
 
 def rankings(encoder: Any, task: Any, passages: Any) -> dict[str, dict[str, float]]:
@@ -198,7 +239,6 @@ def in_child(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--data", str(arguments.data), "--model", arguments.model]
     if arguments.mined:
         command += ["--mined", str(arguments.mined)]
-    command += ["--controls"] * arguments.controls
     child = subprocess.run(
         [*command, "--one", json.dumps(run)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
@@ -238,7 +278,6 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of all runs, as JSON")
     parser.add_argument("--results", type=Path, help="JSONL of finished runs; new ones are appended")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--controls", action="store_true", help="obedience controls and Cranfield, too")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     scratch = tempfile.TemporaryDirectory()
@@ -248,7 +287,7 @@ def main() -> None:
         arguments.model = material.decoder(Path(scratch.name))
     if arguments.one:
         run = json.loads(arguments.one)
-        print(json.dumps(train_and_evaluate(run, arguments.data, arguments.model, arguments.mined, arguments.controls)))
+        print(json.dumps(train_and_evaluate(run, arguments.data, arguments.model, arguments.mined)))
         return
 
     common = {key: json.loads(value) for key, value in (pair.split("=", 1) for pair in arguments.set)}
@@ -276,10 +315,9 @@ def main() -> None:
     print("\nReworded:\n" + table([r | r["reworded"] for r in results], [BASE, *chosen]))
     for name, of in PARTS.items():
         print(f"\nDifferences to base, {name}:\n{intervals(results, [BASE, *chosen], of)}")
-    if arguments.controls:
-        for name, of in PARTS.items():
-            print(f"\nObedience controls, {name}:\n{controls_table(results, [BASE, *chosen], of)}")
-        print("\nnDCG@10 on Cranfield:", {r["label"]: r["cranfield"] for r in results})
+    for name, of in PARTS.items():
+        print(f"\nObedience controls, {name}:\n{controls_table(results, [BASE, *chosen], of)}")
+    print("\nCranfield, Robustness@10:", {r["label"]: (r["cranfield"], r["robustness"]) for r in results})
     print(json.dumps(headline(results)))
 
 
@@ -337,7 +375,15 @@ def headline(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if rows[RECIPE]
         ]
         found["ndcg_change" if part else "ndcg_change_original"] = round(min(kinds), 4) if kinds else None
-    return found | {"seeds": len(rows[RECIPE])}
+    for name in "cranfield", "robustness":
+        values = [r[name] for r in rows[RECIPE]]
+        found[name] = round(statistics.fmean(values), 4) if values else None
+    shuffled = {
+        label: [100 * r["reworded"]["obedience"]["shuffled"]["p-MRR"] for r in rows[label]] for label in (RECIPE, BASE)
+    }
+    gain = found["p_mrr_reworded"] - found["p_mrr_reworded_base"] if rows[RECIPE] else 0.0
+    share = (statistics.fmean(shuffled[RECIPE]) - shuffled[BASE][0]) / gain if gain else None
+    return found | {"shuffled_share": share if share is None else round(share, 3), "seeds": len(rows[RECIPE])}
 
 
 def _same(result: dict[str, Any], run: Run) -> bool:

@@ -1,13 +1,6 @@
 """Instruction-following retrieval at cluster scale: InF-IR synthesis, InF-Embed training and serving on Ray.
 
-    from infembed_ray import Index, InstructionEncoder
-
-    encoder = InstructionEncoder.from_pretrained("runs/train")
-    index = Index.build(["Adults: 500 mg twice a day.", "Metformin lowers blood sugar."], encoder)
-    for hit in index.search(encoder.encode_queries("metformin", "Only doses, for clinicians."), k=1)[0]:
-        print(hit.score, hit.text)
-
-A name is imported when it is first used, so `import infembed_ray` loads neither torch nor Ray.
+A name is imported when it is first used, so `import infembed_ray` loads neither torch nor Ray. docs/reference/python.md describes all.
 """
 
 from importlib import import_module
@@ -23,7 +16,7 @@ if TYPE_CHECKING:
     from infembed_ray.storage.steps import Published
     from infembed_ray.training.marginal_loss import MarginalLoss
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 _MODULES = {
     "api": ("build_index", "evaluate", "load_records", "synthesize", "train"),

@@ -35,6 +35,13 @@ def load_records(path: str | Path, split: str | None = None) -> list[Record]:
         print(record.instruction_positive, record.query_positive, sep=" | ")
     ```
 
+    Args:
+        path: of the file, the directory or the output; or a URI.
+        split: take only the records of this split; None: all.
+
+    Returns:
+        The records in the order of their files.
+
     Raises:
         InputError: there is no such file, or a row is invalid.
     """
@@ -55,6 +62,12 @@ def synthesize(settings: SynthesizeSettings | Mapping[str, Any] | None = None, /
     print(made.address, made.manifest["counts"])
     ```
 
+    Args:
+        settings, keywords: `SynthesizeSettings` or their values; keywords win.
+
+    Returns:
+        The output, with `records.parquet`; `manifest["counts"]` counts seeds by outcome.
+
     Raises:
         InputError: as `infembed synthesize`; nothing is published then.
     """
@@ -73,6 +86,12 @@ def train(settings: TrainSettings | Mapping[str, Any] | None = None, /, **keywor
     encoder = InstructionEncoder.from_pretrained(trained.address)
     ```
 
+    Args:
+        settings, keywords: `TrainSettings` or their values; keywords win.
+
+    Returns:
+        The output, with the checkpoint at its `address`.
+
     Raises:
         InputError: as `infembed train`; nothing is published then.
     """
@@ -90,6 +109,12 @@ def evaluate(settings: EvaluateSettings | Mapping[str, Any] | None = None, /, **
     print((done.path / "table.md").read_text())
     ```
 
+    Args:
+        settings, keywords: `EvaluateSettings` or their values; keywords win.
+
+    Returns:
+        The output, with `table.md`, `report.html` and the runs.
+
     Raises:
         InputError: as `infembed evaluate`; nothing is published then.
     """
@@ -105,6 +130,12 @@ def build_index(settings: IndexSettings | Mapping[str, Any] | None = None, /, **
     built = build_index(corpus="runs/quickstart/corpus.jsonl", model="runs/quickstart/checkpoint", output="runs/index")
     print(Index.open(built.address).facts.passages)
     ```
+
+    Args:
+        settings, keywords: `IndexSettings` or their values; keywords win.
+
+    Returns:
+        The output, with the index that `Index.open` opens.
 
     Raises:
         InputError: as `infembed index`; nothing is published then.

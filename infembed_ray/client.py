@@ -1,9 +1,5 @@
 """HTTP client: embed, search and change documents from programs that load neither torch nor Ray.
 
-    with Client("http://127.0.0.1:8000") as client:
-        for hit in client.search("diabetes", "Only guidelines written for clinicians.", top_k=3).hits:
-            print(hit.score, hit.text)
-
 `AsyncClient` has the same methods with `await`. A request that is rejected for load, or that does not reach the server, is
 retried until `timeout_s` is over. The pause is the server's `Retry-After` plus exponential backoff with full jitter, so clients
 that were rejected together do not return together. Every request is idempotent, so a retry is always safe.
@@ -142,9 +138,8 @@ class _Request(Generic[T]):
         try:
             return self.read(answer.json())
         except (ValueError, TypeError, KeyError) as error:
-            raise ClientError(
-                f"{answer.url} does not answer as this API ({in_one_line(error)}); check base_url"
-            ) from error
+            fault = f"{answer.url} does not answer as this API ({in_one_line(error)}); check base_url"
+            raise ClientError(fault) from error
 
 
 def _embed(
@@ -164,19 +159,18 @@ def _embed(
         dimensions: keep this many components and normalise again; None keeps all.
         model: must be the name of the served model, if given.
 
+    Returns:
+        The vectors, in the order of the texts.
+
     Raises:
         ApiError: the server rejects the request.
         Unreachable: no answer arrived in time.
     """
 
     def read(body: Any) -> Embeddings:
-        given = [
-            item["embedding"] for item in body["data"]
-        ]  # in base64, or as lists from a gateway that asks for these
-        vectors = [
-            np.frombuffer(base64.b64decode(one), "<f4") if isinstance(one, str) else np.array(one) for one in given
-        ]
-        return Embeddings(np.stack(vectors).astype(np.float32), body["model"], body["usage"]["total_tokens"])
+        given = (item["embedding"] for item in body["data"])  # lists from a gateway that asks for these, else base64
+        read = [np.frombuffer(base64.b64decode(v), "<f4") if isinstance(v, str) else np.array(v) for v in given]
+        return Embeddings(np.stack(read).astype(np.float32), body["model"], body["usage"]["total_tokens"])
 
     options = {"instruction": instruction, "input_type": input_type, "dimensions": dimensions, "model": model}
     body = {"input": _list("texts", texts), "encoding_format": "base64", **_without_none(options)}
@@ -320,6 +314,12 @@ def _awaitable(build: Callable[P, _Request[T]]) -> Callable[Concatenate[AsyncCli
 class Client:
     """Blocking client; threads may share it.
 
+    ```python
+    with Client("http://127.0.0.1:8000") as client:
+        for hit in client.search("diabetes", "Only guidelines written for clinicians.", top_k=3).hits:
+            print(hit.score, hit.text)
+    ```
+
     Args:
         base_url: of the server; `/v1` at its end is left out.
         api_key: None reads the environment variable INFEMBED_API_KEY, if it is set.
@@ -367,7 +367,13 @@ class Client:
 
 
 class AsyncClient:
-    """Client for asyncio, with the arguments and methods of `Client`."""
+    """Client for asyncio, with the arguments and methods of `Client`.
+
+    ```python
+    async with AsyncClient("http://127.0.0.1:8000") as client:
+        print((await client.embed(["diabetes"], instruction="For clinicians.")).vectors.shape)
+    ```
+    """
 
     def __init__(
         self,

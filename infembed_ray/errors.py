@@ -54,6 +54,9 @@ class InputError(_Lines, ValueError):
 
     It holds one or several faults that were found together; a text stands for a fault that names no setting. The command
     line prints each on a line and exits with status 2.
+
+    >>> print(InputError.of("k", 0, "must be positive", "give 1 or more"))
+    k=0: must be positive; give 1 or more
     """
 
     def __init__(self, *faults: Fault | str) -> None:
@@ -150,6 +153,5 @@ def in_one_line(error: BaseException, stage: str = "") -> str:
     """Format the type of an error and its message, or what it means if it is Ray's, as one line without credentials."""
     cause = cause_of(error)
     line = " ".join(masked(f"{type(cause).__name__}: {meaning(cause, stage) or cause}").split())
-    return (
-        line if len(line) <= LONGEST else f"{line[: LONGEST - 300]} ... {line[-295:]}"
-    )  # the reason is often at the end
+    # The reason is often at the end.
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 300]} ... {line[-295:]}"

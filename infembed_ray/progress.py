@@ -68,11 +68,7 @@ def _terminal(title: str, total: int | None, done: int) -> Iterator[Advance]:
     )
     with Progress(*columns, console=Console(file=sys.stdout)) as bars:
         task = bars.add_task(title, total=total, completed=done, note="")
-
-        def advance(n: int = 1, note: str = "") -> None:
-            bars.update(task, advance=n, note=note)
-
-        yield advance
+        yield lambda n=1, note="": bars.update(task, advance=n, note=note)
 
 
 @contextmanager

@@ -96,9 +96,8 @@ def require_resources(**asked: tuple[str, float]) -> None:
         return
     for setting, (resource, amount) in asked.items():
         if amount > (has := ray.cluster_resources().get(resource, 0.0)):
-            raise InputError(
-                f"{setting}={amount:g}: this machine has {has:g} {resource}; lower it, or run on a cluster that has more"
-            )
+            fault = f"this machine has {has:g} {resource}"
+            raise InputError.of(setting, f"{amount:g}", fault, "lower it, or run on a cluster that has more")
 
 
 def _init(options: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 from infembed_ray.errors import InputError, in_one_line
@@ -149,7 +148,7 @@ def set_up_logs() -> None:
     if (value := os.environ.get(LOG_FORMAT, "text")) not in ("text", "json"):
         raise InputError(f"{LOG_FORMAT}={value}: no such format; set text or json")
     if json_logs():
-        sys.excepthook = _print_exception
+        sys.excepthook = lambda kind, error, where: print_error(in_one_line(error), error)
 
 
 def log_line(message: str, level: str = "INFO", **more: str) -> str:
@@ -169,7 +168,3 @@ def print_error(message: str, error: BaseException) -> None:
     if not json_logs():
         print(text, end="", file=sys.stderr)
     print(log_line(message, "ERROR", exc_text=text), file=sys.stderr)
-
-
-def _print_exception(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    print_error(in_one_line(error), error)

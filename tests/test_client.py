@@ -1,8 +1,10 @@
 import asyncio
 import inspect
 import json
+import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +47,20 @@ def client(request: pytest.FixtureRequest, url: str) -> Iterator[Any]:
     client = request.param(url, "key")
     yield client
     client.close()
+
+
+@pytest.mark.parametrize("cls", [Client, AsyncClient])
+def test_the_examples_run(
+    cls: type, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(client_module.KEY_VARIABLE, "key")
+    found = re.search(r"```python\n(.*?)```", inspect.getdoc(cls) or "", re.DOTALL)
+    assert found
+    code = textwrap.indent(found[1].replace("http://127.0.0.1:8000", url), "    ")
+    names: dict[str, Any] = {"Client": Client, "AsyncClient": AsyncClient}
+    exec(f"async def example():\n{code}", names)
+    asyncio.run(names["example"]())
+    assert len(capsys.readouterr().out.splitlines()) == (3 if cls is Client else 1)
 
 
 def vector(text: str) -> np.ndarray:

@@ -60,7 +60,7 @@ def required(requirements: Iterable[Requirement], extra: str) -> set[str]:
         if one.name == "infembed-ray":
             names = names.union(*(required(requirements, inner) for inner in one.extras))
         else:
-            names.add(one.name)
+            names.add(canonicalize_name(one.name))
     return names
 
 
@@ -86,8 +86,13 @@ def pins() -> dict[str, Requirement]:
 
 def test_what_users_install_is_pinned(requirements: list[Requirement]) -> None:
     extras = ("", "cpu", "gpu", "onnx", "aws", "milvus", "trackers", "mteb", "quickstart")
-    asked = {canonicalize_name(name) for extra in extras for name in required(requirements, extra)}
-    assert asked <= pins().keys()
+    assert set().union(*(required(requirements, extra) for extra in extras)) <= pins().keys()
+
+
+def test_the_pages_name_the_oldest_torch_that_the_requirement_allows(requirements: list[Requirement]) -> None:
+    (oldest,) = (bound.version for one in requirements if one.name == "torch" for bound in one.specifier)
+    assert f"torch {oldest} or later" in (ROOT / "docs/start/install.md").read_text(encoding="utf-8")
+    assert f"torch {oldest}, the oldest" in (ROOT / "docs/status.md").read_text(encoding="utf-8")
 
 
 def test_what_the_package_imports_is_required(requirements: list[Requirement]) -> None:
@@ -98,11 +103,7 @@ def test_what_the_package_imports_is_required(requirements: list[Requirement]) -
     named += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
     modules = {name.partition(".")[0] for name in named} - sys.stdlib_module_names - {"infembed_ray", "faiss", "grpc"}
     owners = installed.packages_distributions()
-    asked = {
-        canonicalize_name(name)
-        for extra in ("", "onnx", "milvus", "trackers", "mteb")
-        for name in required(requirements, extra)
-    }
+    asked = set().union(*(required(requirements, extra) for extra in ("", "onnx", "milvus", "trackers", "mteb")))
     missing = {module for module in modules if not {canonicalize_name(n) for n in owners.get(module, [module])} & asked}
     assert missing == set()
 

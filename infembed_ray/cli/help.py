@@ -60,14 +60,14 @@ def _walk(fields: Mapping[str, Any], prefix: str = "", holder: Any = None) -> It
     """
     for name, field in fields.items():
         path = prefix + name
-        facts = [describe_type(field.annotation), _default(name, field, holder), _limits(field)]
+        facts = [describe_type(field.annotation), _default(name, field, holder), limits(field)]
         yield path, f"  {path:<22} {field.description} ({', '.join(filter(None, facts))})"
         in_mapping = any(get_origin(part) is dict for part in (field.annotation, *get_args(field.annotation)))
         for cls in settings_classes(field.annotation):
             yield from _walk(cls.model_fields, f"{path}.{f'{_LABEL}.' if in_mapping else ''}", field.default)
 
 
-def _limits(field: Any) -> str:
+def limits(field: Any) -> str:
     """Return the minimum and maximum of a number."""
     bounds = {name: getattr(limit, name) for limit in field.metadata for name in _BOUNDS if hasattr(limit, name)}
     return ", ".join(text.format(bounds[name]) for name, text in _BOUNDS.items() if name in bounds)

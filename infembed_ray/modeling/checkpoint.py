@@ -88,9 +88,8 @@ def find(model: str, setting: str, revision: str | None = None) -> Located:
             _require_whole(weights, f"{setting}={model}")
         return Located(str(path), {setting: path}, {})
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
-        raise InputError.of(
-            setting, model, "no such model directory", "give an existing one, or a hub name like org/model"
-        )
+        remedy = "give an existing one, or a hub name like org/model"
+        raise InputError.of(setting, model, "no such model directory", remedy)
     return Located(model, {}, {setting: f"{model}@{revision}" if revision else model})
 
 
@@ -144,9 +143,8 @@ def _require_whole(weights: Path, setting: str) -> None:
         with safe_open(weights, "np"):
             pass
     except SafetensorError as error:
-        raise InputError(
-            f"{setting}: {weights.name} is damaged or truncated ({error}); copy or download it again"
-        ) from error
+        fault = f"{setting}: {weights.name} is damaged or truncated ({error}); copy or download it again"
+        raise InputError(fault) from error
 
 
 def require_loadable(model: str, setting: str, revision: str | None = None) -> None:
@@ -363,7 +361,6 @@ def _saved_pooling(model: str, folder: str) -> PoolingMode:
     given = saved.get("pooling_mode") or [n for n, on in saved.items() if n.startswith("pooling_mode_") and on is True]
     modes = [given] if isinstance(given, str) else list(given) or ["mean"]
     if len(modes) > 1 or modes[0] not in POOLING_MODES:
-        raise InputError(
-            f"model={model}: pools by {' and '.join(map(str, modes))}; set pooling=mean, last or cls to override it"
-        )
+        fault = f"model={model}: pools by {' and '.join(map(str, modes))}; set pooling=mean, last or cls to override it"
+        raise InputError(fault)
     return POOLING_MODES[modes[0]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import astuple
@@ -41,6 +42,14 @@ class InstructionEncoder(nn.Module):
 
     Build it with `from_pretrained`.
 
+    ```python
+    from infembed_ray import InstructionEncoder
+
+    encoder = InstructionEncoder.from_pretrained("runs/quickstart/checkpoint")
+    passages = encoder.encode_passages(["Adults: 500 mg twice a day.", "Metformin lowers blood sugar."])
+    print(encoder.similarity(encoder.encode_queries("metformin", "Only doses."), passages))
+    ```
+
     Args:
         backbone, tokenizer: a Hugging Face encoder or decoder without head, and its fast tokenizer.
         pooling, text: how token states become one vector; template, prefixes and lengths.
@@ -73,6 +82,7 @@ class InstructionEncoder(nn.Module):
         self.exclusion_weight = 0.0
         self.source: str | None = None
         self._loaded = 0
+        self._seconds = 0.0
         self._pad_id = int(tokenizer.pad_token_id)
         self._packs = all(enable_packing(b) for b in self.backbones)
         enable_onednn(*self.backbones)
@@ -277,10 +287,13 @@ class InstructionEncoder(nn.Module):
         able = self.causal and self.one_backbone and not self._drops
         return able and prefix_tree.obstacle(self.backbone, longest) is None
 
+    @property
+    def _quantized(self) -> bool:
+        return getattr(self.backbone.config, "quantization_config", None) is not None
+
     def compiles_on(self, device: torch.device) -> bool:
         """Return whether the layers of the backbone are compiled for a training on a device: on prefix trees on a GPU."""
-        quantized = getattr(self.backbone.config, "quantization_config", None) is not None
-        return flex_pays(device) and self._reads_trees and not quantized
+        return flex_pays(device) and self._reads_trees and not self._quantized
 
     def compile_layers(self) -> None:
         """Compile the layers of the backbone if that pays on its device."""
@@ -323,20 +336,32 @@ class InstructionEncoder(nn.Module):
         was_training = self.training
         self.eval()
         silent: AbstractContextManager[progress.Advance] = nullcontext(lambda *_: None)
-        passes = self._passes(texts, tokenize, batch_tokens or pipeline.batch_tokens_of(self.backbone))
+        overlap = len(texts) > pipeline.SLICE and self.device.type in pipeline.OVERLAPPING
+        passes = self._passes(texts, tokenize, batch_tokens or pipeline.batch_tokens_of(self.backbone), overlap)
+        began = time.monotonic()
         with closing(passes), progress.track("encode", len(texts)) if show_progress_bar else silent as advance:
             computed = ((rows, self(layout.to(self.device))) for rows, layout in passes)
             for rows, vectors in pipeline.fetched(computed):
                 embeddings[rows] = vectors
                 advance(len(rows))
+                if overlap:
+                    before, began = began, time.monotonic()
+                    self._compile_after(began - before)
         self.train(was_training)
         return embeddings
 
+    def _compile_after(self, seconds: float) -> None:
+        """Compile the layers once many texts have been encoded for `pipeline.COMPILE_AFTER_S` seconds in all."""
+        due = self._seconds <= pipeline.COMPILE_AFTER_S < self._seconds + seconds
+        self._seconds += seconds
+        if due and self.packs and not self._quantized:
+            for backbone in self.backbones:
+                compile_layers(backbone)
+
     def _passes(
-        self, texts: Sequence[Any], tokenize: Callable[[Any], Sequence[Tokens]], batch_tokens: int
+        self, texts: Sequence[Any], tokenize: Callable[[Any], Sequence[Tokens]], batch_tokens: int, overlap: bool
     ) -> Generator[tuple[list[int], Layout], None, None]:
-        """Divide texts into passes. For a GPU, one thread tokenizes the next texts and another lays out the next passes."""
-        overlap = len(texts) > pipeline.SLICE and self.device.type in pipeline.OVERLAPPING
+        """Divide texts into passes. With `overlap`, one thread tokenizes the next texts, and another lays out passes."""
         size = pipeline.SLICE if overlap else max(1, len(texts))
         tokenized = ((start, tokenize(texts[start : start + size])) for start in range(0, len(texts), size))
         passes = (
@@ -382,9 +407,8 @@ class InstructionEncoder(nn.Module):
         count = 1 if isinstance(queries, str) else len(queries)
         each = [instructions] * count if instructions is None or isinstance(instructions, str) else instructions
         if len(each) != count:
-            raise InputError(
-                f"instructions: {len(each)} for {count} queries; give one for each query, or one str for all"
-            )
+            fault = f"instructions: {len(each)} for {count} queries; give one for each query, or one str for all"
+            raise InputError(fault)
         asked = list(map(Question, [queries] if isinstance(queries, str) else queries, each))
         texts = exclusions.with_excluded(asked, self.exclusion_weight)
         vectors = exclusions.moved(

@@ -88,9 +88,8 @@ class CrossAttention(nn.Module):
         """
         file = pretrained.cached(path, FILE)
         if file is None:
-            raise InputError(
-                f"model={path}: has no {FILE}, which interaction=cross_attention needs; give the whole checkpoint"
-            )
+            fault = f"model={path}: has no {FILE}, which interaction=cross_attention needs; give the whole checkpoint"
+            raise InputError(fault)
         saved = load_file(file)
         shapes = {name: tuple(matrix.shape) for name, matrix in saved.items()}
         needed = {name: tuple(matrix.shape) for name, matrix in self.named_parameters()}

@@ -4,17 +4,18 @@ score = mean over the tokens of instruction and query of the largest cosine with
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.formats import Asked
 from infembed_ray.modeling.interaction import in_rows
-from infembed_ray.modeling.lru_cache import LruCache
 from infembed_ray.modeling.pooling import truncate
 from infembed_ray.modeling.rerankers import PairScorer
 from infembed_ray.modeling.tokenizer import Tokens
@@ -41,7 +42,7 @@ class LateInteraction(PairScorer):
         self.source, self.batch_tokens = encoder.source, batch_tokens
         self._encoder = encoder.eval()
         self._texts = encoder.texts
-        self._cache = LruCache[_Key, Tensor](cache_bytes, lambda _, vectors: vectors.nbytes)
+        self._cache = LRUCache[_Key, Tensor](cache_bytes, lambda vectors: vectors.nbytes)
 
     def tokenized(self, pairs: Sequence[tuple[Asked, str]]) -> list[TokenPair]:
         """As `PairScorer.tokenized`."""
@@ -81,7 +82,8 @@ class LateInteraction(PairScorer):
             units = truncate(flat.float(), self._encoder.dimension)
             for row, vectors in zip(rows, units.split(layout.lengths.tolist()), strict=True):
                 vectors_of[new[row]] = vectors
-                self._cache.put(new[row], vectors.clone())  # a view would keep the whole batch
+                with suppress(ValueError):  # larger than the cache
+                    self._cache[new[row]] = vectors.clone()  # a view would keep the whole batch
         return vectors_of
 
 

@@ -8,12 +8,14 @@ every tokenizer: if one merges tokens across the border, `Tokens.instruction` is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -22,7 +24,6 @@ from infembed_ray.modeling.attention.packing import packed
 from infembed_ray.modeling.attention.prefix_tree import obstacle as tree_obstacle
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import on_device
-from infembed_ray.modeling.lru_cache import LruCache
 from infembed_ray.modeling.pipeline import CPU_BATCH_TOKENS
 from infembed_ray.modeling.pooling import pool, truncate
 from infembed_ray.modeling.tokenizer import Tokens
@@ -76,13 +77,13 @@ class PrefixCache:
 
     def __init__(self, encoder: InstructionEncoder, max_bytes: int) -> None:
         self._encoder = encoder.eval()
-        self._prefixes = LruCache[Key, Prefix](max_bytes, lambda _, prefix: prefix.bytes)
+        self._prefixes = LRUCache[Key, Prefix](max_bytes, lambda prefix: prefix.bytes)
         self.hits = self.misses = 0
 
     @property
     def bytes(self) -> int:
         """Memory of the cached keys and values."""
-        return self._prefixes.size
+        return int(self._prefixes.currsize)
 
     def remaining(self, tokens: Tokens) -> int:
         """Return how many of a text's tokens are not cached now. Thread-safe."""
@@ -104,7 +105,8 @@ class PrefixCache:
             embeddings[[text.row for text in texts]] = self._forward(texts).cpu().numpy()
             for key, prefix in ((text.key, text.prefix) for text in texts if text.prefix is not None):
                 fresh[key] = prefix
-                self._prefixes.put(key, prefix)
+                with suppress(ValueError):  # larger than the cache
+                    self._prefixes[key] = prefix
             rows = rest
         return embeddings
 
@@ -132,9 +134,8 @@ class PrefixCache:
                 computed.add(key)
                 text.prefix = Prefix(len(key))
             texts.append(text)
-        texts.sort(
-            key=lambda text: (text.key if text.after else (), len(text.ids))
-        )  # equal shapes are attended together
+        # Equal shapes are attended together.
+        texts.sort(key=lambda text: (text.key if text.after else (), len(text.ids)))
         return texts, rest
 
     def _forward(self, texts: list[_Text]) -> Tensor:

@@ -124,9 +124,8 @@ def tokenizer(
     if not loaded.is_fast:
         raise InputError(f"{setting}: its tokenizer is not a fast one; convert it to a tokenizer.json")
     if loaded.pad_token is None and loaded.eos_token is None:
-        raise InputError(
-            f"{setting}: its tokenizer has no padding token; name one in tokenizer_config.json (pad_token)"
-        )
+        fault = f"{setting}: its tokenizer has no padding token; name one in tokenizer_config.json (pad_token)"
+        raise InputError(fault)
     loaded.pad_token = loaded.pad_token or loaded.eos_token
     if read_json(model, join(subfolder, "tokenizer_config.json"), revision).get("add_eos_token"):
         loaded.init_kwargs["add_eos_token"] = True

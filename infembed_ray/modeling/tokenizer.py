@@ -88,7 +88,8 @@ class TextTokenizer:
         if self.backend.padding is not None:
             self.backend.no_padding()
         with only_texts(texts):
-            encoded = self.backend.encode_batch(list(texts))
+            # The fast function does not say which characters a token has.
+            encoded = (self.backend.encode_batch if any(firsts) else self.backend.encode_batch_fast)(list(texts))
         return [
             Tokens(one.ids or [self.pad_id], side, tokens_before(one, firsts[row]) if firsts and firsts[row] else 0)
             for row, one in enumerate(encoded)

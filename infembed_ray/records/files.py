@@ -123,9 +123,8 @@ def write_bad_rows(directory: Path, *several: BadRows) -> None:
     (directory / BAD_ROWS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     for bad in several:
         if bad.rows:
-            say(
-                f"warning: {counted(len(bad.rows), 'bad row')} of {bad.name} left out, see {BAD_ROWS_FILE} in the output"
-            )
+            left_out = f"{counted(len(bad.rows), 'bad row')} of {bad.name} left out"
+            say(f"warning: {left_out}, see {BAD_ROWS_FILE} in the output")
 
 
 def raw_rows(path: Place, name: str) -> Iterator[dict[str, Any]]:
@@ -188,9 +187,8 @@ def located_rows(path: Place, bad: BadRows) -> Iterator[tuple[int, dict[str, Any
         except UnicodeDecodeError as error:
             with open_text(path, "\n", "latin-1") as lines:
                 line = next((number for number, line in enumerate(lines, start=1) if not _is_utf8(line)), 1)
-            raise InputError(
-                bad.fault(path, f"line {line} is not UTF-8 ({error.reason})", "convert the file")
-            ) from error
+            not_utf8 = bad.fault(path, f"line {line} is not UTF-8 ({error.reason})", "convert the file")
+            raise InputError(not_utf8) from error
         except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # also dates that Python cannot hold
             if isinstance(error, InputError) or (isinstance(error, OSError) and not isinstance(path, Path)):
                 raise
@@ -217,11 +215,8 @@ def data_files(path: Place, name: str, split: str | None = None) -> list[Place]:
     if unreadable := [file.name for file in files if file.name.lower().endswith(_UNREADABLE)]:
         fault = f"{unreadable[0]} has a format that cannot be read"
         raise InputError.of(name, path, fault, f"convert it, or choose other files by a glob; readable: {SUFFIXES}")
-    kinds = {
-        file: kind
-        for file in files
-        if (kind := format_of(file)) and not any(fnmatchcase(file.name, name) for name in _ABOUT)
-    }
+    data = [file for file in files if not any(fnmatchcase(file.name, name) for name in _ABOUT)]
+    kinds = {file: kind for file in data if (kind := format_of(file))}
     if not kinds:
         raise InputError.of(name, path, "no data files in this directory", f"give {SUFFIXES}")
     if len(first := {kind: file.name for file, kind in reversed(kinds.items())}) > 1:
@@ -327,11 +322,6 @@ def _arrow_rows(path: Place, bad: BadRows) -> Iterator[tuple[int, dict[str, Any]
         yield from _numbered(map(reader.get_batch, range(reader.num_record_batches)) if seekable else reader)
 
 
-def _loaded(text: str) -> Any:
-    values = _DECODER.decode(text)
-    return _without_surrogates(values) if "\\u" in text and _SURROGATE.search(text) else values
-
-
 def _without_surrogates(values: Any) -> Any:
     written = json.dumps(values, ensure_ascii=False).encode("utf-16", "surrogatepass")
     return json.loads(written.decode("utf-16", "replace"))
@@ -349,7 +339,8 @@ def _json_lines(path: Place, bad: BadRows) -> Iterator[tuple[int, dict[str, Any]
             if not line.strip():
                 continue
             try:
-                values = _loaded(line)
+                values = _DECODER.decode(line)
+                values = _without_surrogates(values) if "\\u" in line and _SURROGATE.search(line) else values
             except (json.JSONDecodeError, RecursionError) as error:
                 bad.add(path, number, f"is not JSON ({getattr(error, 'msg', error)})", line)
                 continue
@@ -375,9 +366,8 @@ def _json_array(path: Place, bad: BadRows) -> Iterator[tuple[int, dict[str, Any]
                 # Double the text, so a long row is parsed few times; a row beyond _LONGEST_ROW counts as damaged.
                 more = stream.read(max(_BLOCK, len(text))) if len(text) - at < _LONGEST_ROW else ""
                 if not more:
-                    raise InputError(
-                        bad.fault(path, f"row {number} is not JSON ({error.msg})", "correct it")
-                    ) from error
+                    fault = bad.fault(path, f"row {number} is not JSON ({error.msg})", "correct it")
+                    raise InputError(fault) from error
                 text, at = text[at:] + more, 0
                 continue
             if isinstance(values, dict):

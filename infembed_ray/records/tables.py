@@ -137,7 +137,7 @@ REJECTED_COMPLEMENTS_FILE = "rejected_complements.parquet"
 def read(
     path: Place, row: type[Row], name: str, columns: Mapping[str, str] | None = None, split: str | None = None
 ) -> list[Row]:
-    """Read all rows of a file, a directory of files or a published synthesis output; see `stream`."""
+    """Read all rows of a file, a directory of files or a published synthesis output; arguments and errors as of `stream`."""
     return list(stream(path, row, name, columns, split))
 
 
@@ -317,8 +317,7 @@ def mapping(
             missing[own] = candidates[0]
     if missing:
         found = ", ".join(map(str, present))
-        fault = (
-            f"no column {', '.join(missing.values())} (found: {found if len(found) < 300 else f'{found[:300]} ...'})"
-        )
+        found = found if len(found) < 300 else f"{found[:300]} ..."
+        fault = f"no column {', '.join(missing.values())} (found: {found})"
         raise InputError.of(name, path, fault, f"set {', '.join(f'columns.{own}=<its name>' for own in missing)}")
     return column_of

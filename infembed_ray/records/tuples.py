@@ -47,15 +47,8 @@ Columns = Mapping[str, str | Sequence[str]]
 _PASSAGES = ("positives", "negatives")
 _SCORES = ("positive_scores", "negative_scores")
 COLUMNS = tuple(f.name for f in fields(Example))
-SCHEMA = pa.schema(
-    [
-        (
-            name,
-            pa.list_(pa.string()) if name in _PASSAGES else pa.list_(pa.float64()) if name in _SCORES else pa.string(),
-        )
-        for name in COLUMNS
-    ]
-)
+_LISTS = dict.fromkeys(_PASSAGES, pa.list_(pa.string())) | dict.fromkeys(_SCORES, pa.list_(pa.float64()))
+SCHEMA = pa.schema([(name, _LISTS.get(name, pa.string())) for name in COLUMNS])
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "id": ("_id", "query_id"),
     "query": ("anchor",),
@@ -136,10 +129,8 @@ def _columns_of(present: Collection[str], where: str, columns: Columns) -> dict[
         candidates = names or [name for name in (own, *ALIASES.get(own, ())) if name in present][:1]
         missing = [name for name in candidates if name not in present]
         if missing or (own in ("query", "positives") and not candidates):
-            raise InputError(
-                f"{where}: no column {', '.join(missing) or own} (found: {', '.join(map(str, present))}); "
-                f"set columns.{own}=<its name>"
-            )
+            fault = f"no column {', '.join(missing) or own} (found: {', '.join(map(str, present))})"
+            raise InputError(f"{where}: {fault}; set columns.{own}=<its name>")
         theirs[own] = candidates
     several = [own for own, names in theirs.items() if len(names) > 1 and own not in (*_PASSAGES, *_SCORES)]
     if several:

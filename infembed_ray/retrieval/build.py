@@ -497,9 +497,8 @@ def build_index(
         build = choose_build(settings, sizes, encoder.dimension)
         sort_shards(corpus, sizes, work, tasks, _base(step, encoder, settings))
         with step.publish() as staging:
-            say(
-                f"index: {counted(sum(sizes), 'passage')}, {counted(settings.shards, 'shard')} of {build.factory}, {model}"
-            )
+            what = f"{counted(sum(sizes), 'passage')}, {counted(settings.shards, 'shard')}"
+            say(f"index: {what} of {build.factory}, {model}")
             encoded = encode_passages(sizes, work, tasks)
             chunks = chunks_of(sizes)
             calls = [(work, n, [c for c in chunks if c.shard == n], build) for n in range(settings.shards)]

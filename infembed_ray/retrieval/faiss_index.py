@@ -117,9 +117,8 @@ def new(factory: str, dimension: int) -> Any:
     except RuntimeError as error:
         said = str(error).rsplit(": ", 1)[-1]
         fault = f"FAISS makes no such index of {dimension} dimensions ({said})"
-        raise InputError.of(
-            "factory", factory, fault, "give one like HNSW32 or IVF1024,Flat, or leave it out"
-        ) from error
+        remedy = "give one like HNSW32 or IVF1024,Flat, or leave it out"
+        raise InputError.of("factory", factory, fault, remedy) from error
     kinds = (faiss.IndexFlat, faiss.IndexHNSW, faiss.IndexIVF)
     metric = index.metric_type == faiss.METRIC_INNER_PRODUCT
     if not isinstance(index, kinds) or not metric or hasattr(index, "pq"):
@@ -193,9 +192,8 @@ def build(factory: str, vectors: np.ndarray) -> Any:
         least = index.nlist if isinstance(index, faiss.IndexIVF) else 1
         if n < least:
             fault = f"training takes {least} vectors and a shard has {n}"
-            raise InputError.of(
-                "factory", factory, fault, "give a type with fewer lists, fewer shards, or leave factory out"
-            )
+            remedy = "give a type with fewer lists, fewer shards, or leave factory out"
+            raise InputError.of("factory", factory, fault, remedy)
         index.train(sample(vectors, TRAINING_POINTS * max(least, 256)))
     for block in blocks(vectors):
         index.add(block)

@@ -154,9 +154,8 @@ def _condition(where: str, field: str, kind: FieldType, operator: Any, written: 
         raise FilterError(f"{where}: {field} is a list of strings, which a filter cannot compare; leave it out")
     if operator in ("in", "nin"):
         if not isinstance(written, (list, tuple)):
-            raise FilterError(
-                f"{where}: must be a list of values; for one value use {'eq' if operator == 'in' else 'ne'}"
-            )
+            fault = f"{where}: must be a list of values; for one value use {'eq' if operator == 'in' else 'ne'}"
+            raise FilterError(fault)
         if not written:
             raise FilterError(f"{where}: an empty list; give at least one value, or leave the condition out")
     else:

@@ -30,6 +30,15 @@ if TYPE_CHECKING:
 class Index:
     """An index; `Index.build` makes one, and `Index.open` opens one.
 
+    ```python
+    from infembed_ray import Index, InstructionEncoder
+
+    encoder = InstructionEncoder.from_pretrained("runs/quickstart/checkpoint")
+    index = Index.build(["Adults: 500 mg twice a day.", "Metformin lowers blood sugar."], encoder)
+    for hit in index.search(encoder.encode_queries("metformin", "Only doses, for clinicians."), k=1)[0]:
+        print(hit.score, hit.text)
+    ```
+
     Attributes:
         path: directory of the version; in an object store, its folder.
         version: identity; the same corpus, encoder and settings give the same version.
@@ -129,12 +138,15 @@ class Index:
         return self.path.parent / CHANGES / self.facts.lineage
 
     def search(self, vectors: np.ndarray, k: int = 10, filter: Mapping[str, Any] | None = None) -> list[list[Hit]]:
-        """Search all shards with all changes until now; returns the best `k` passages per query by (score, id), descending.
+        """Search all shards with all changes until now.
 
         Args:
             vectors: (queries, dimension) unit vectors from `encode_queries`; (dimension,) is one query.
             k: most hits per query.
             filter: metadata filter; see `filters`.
+
+        Returns:
+            The best `k` passages per query by (score, id), descending.
 
         Raises:
             InputError: the vectors have another dimension.

@@ -205,9 +205,8 @@ def _collection(settings: ServeSettings, place: str, others: Mapping[str, Collec
         current = engine.current()
         if engine.one_writer and settings.shard_replicas > 1:
             fault = f"{place} takes one writer at a time"
-            raise InputError.of(
-                "shard_replicas", settings.shard_replicas, fault, "set 1, or use a server of several nodes"
-            )
+            remedy = "set 1, or use a server of several nodes"
+            raise InputError.of("shard_replicas", settings.shard_replicas, fault, remedy)
         facts = IndexFacts.of_manifest(current.manifest, engine.address)
         arguments = IndexArguments(index=str(engine.address), version=current.id, settings=settings)
     else:

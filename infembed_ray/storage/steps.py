@@ -49,9 +49,8 @@ def local_path(value: str, name: str) -> Path:
     """
     if "://" in value and not value.startswith("file://"):
         schemes = "" if is_uri(value) else "; schemes of object stores are s3, gs and abfs"
-        raise InputError.of(
-            name, value, "must be a path of this machine", f"mount it, or give a shared directory{schemes}"
-        )
+        remedy = f"mount it, or give a shared directory{schemes}"
+        raise InputError.of(name, value, "must be a path of this machine", remedy)
     return Path(value.removeprefix("file://")).expanduser().absolute()
 
 
@@ -118,9 +117,8 @@ def _download(folder: Folder, name: str, without: Callable[[str], bool] | None) 
                     continue
                 folder.download(file, target)
                 if (size := target.stat().st_size) != entry.size:
-                    raise InputError.of(
-                        name, f"{folder}/{file}", f"has {size} of {entry.size} bytes", "run again, or restore it"
-                    )
+                    remedy = "run again, or restore it"
+                    raise InputError.of(name, f"{folder}/{file}", f"has {size} of {entry.size} bytes", remedy)
     return copy
 
 

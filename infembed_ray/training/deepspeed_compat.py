@@ -6,6 +6,7 @@ import copy
 import importlib
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import deepspeed
 import torch
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine as CheckpointEngine
+from deepspeed.runtime.utils import mask_nan_or_inf_with_val_inplace
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor, nn
 
@@ -52,6 +55,48 @@ def use_checkpoint_engine(engine: Any, files: CheckpointEngine) -> None:
     """
     engine.checkpoint_engine = files
     engine._copy_recovery_script = lambda save_path: None
+
+
+def lighten(engine: Any) -> None:
+    """Replace loops over all parameters in ZeRO-1 and 2, because a fast device waits for them in a small step.
+
+    An update of DeepSpeed looks for infinities in each gradient, computes the norm of each and, afterwards, points each
+    parameter to its place in a buffer, where it is already. Here the norms are one operator, and infinite if a gradient
+    is. A single worker has nothing to reduce, so it adds each gradient to the fp32 sum without a bucket in between.
+    """
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.cpu_offload or engine.mpu is not None:
+        return
+    optimizer._check_overflow = lambda partition_gradients: None
+    optimizer._update_model_bit16_weights = lambda group: None
+    optimizer.get_grad_norm_direct = partial(_norm, optimizer)
+    groups = list(enumerate(optimizer.params_in_partition))
+    if deepspeed.comm.get_world_size() > 1 or not all(
+        optimizer._use_compact_grad_partition_buffer(n) for n, _ in groups
+    ):
+        return
+
+    def add(group: int, place: int, parameter: nn.Parameter) -> None:
+        optimizer._get_compact_grad_partition_buffer(group)[place].add_(parameter.grad)
+        parameter.grad = None
+
+    for hook in optimizer._grad_acc_hooks:
+        hook.remove()
+    optimizer._grad_acc_hooks = [
+        parameter.register_post_accumulate_grad_hook(partial(add, n, place))
+        for n, group in groups
+        for place, parameter in enumerate(group)
+    ]
+    optimizer.reduce_ipg_grads = lambda comm_dtype=None: None
+
+
+def _norm(optimizer: Any, gradients: list[Tensor], parameters: Any, norm_type: int = 2) -> Tensor:
+    """Return the norm of all gradients of a group on all workers, or -1 if it is not finite, as ZeRO expects."""
+    total = nn.utils.get_total_norm(gradients).square()
+    deepspeed.comm.all_reduce(total, group=optimizer.dp_process_group)
+    total = total.sqrt()
+    mask_nan_or_inf_with_val_inplace(total, device=optimizer.device)
+    return total
 
 
 def backward(engine: Any, loss: Tensor, last: bool) -> None:

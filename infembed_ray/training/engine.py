@@ -57,6 +57,7 @@ class Engine:
         self._deepspeed, *_ = deepspeed.initialize(
             model=encoder, model_parameters=trained, config=deepspeed_config(settings)
         )
+        deepspeed_compat.lighten(self._deepspeed)
         passes = GradCache if settings.grad_cache_tokens else KeptGraphs
         self._passes = passes(self._deepspeed, partial(deepspeed_compat.backward, self._deepspeed))
         self._files = CheckpointFiles()

@@ -135,9 +135,8 @@ def _check_settings(settings: TrainSettings) -> None:
 def _check_quantization(settings: TrainSettings) -> None:
     quantized = settings.lora is not None and settings.lora.quantized
     if quantized and (not settings.gpus_per_worker or settings.zero_stage == 3):
-        raise InputError.of(
-            "lora.quantized", "true", "needs gpus_per_worker=1 and zero_stage 0 to 2", "or set lora.quantized=false"
-        )
+        remedy = "or set lora.quantized=false"
+        raise InputError.of("lora.quantized", "true", "needs gpus_per_worker=1 and zero_stage 0 to 2", remedy)
 
 
 def _check_workers(settings: TrainSettings) -> None:

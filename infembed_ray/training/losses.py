@@ -68,16 +68,14 @@ class Objective:
         objective = cls.parse(settings.objective)
         variables = objective.variables
         if "I" in variables and settings.instruction_negatives == 0:
-            raise InputError(
-                f"instruction_negatives=0: {objective} contrasts instructions; set at least 1, or drop I from it"
-            )
+            fault = f"instruction_negatives=0: {objective} contrasts instructions; set at least 1, or drop I from it"
+            raise InputError(fault)
         if settings.iq_negatives == "ik" and "IQ" not in variables:
             raise InputError(f"iq_negatives=ik: {objective} does not contrast IQ; leave it out, or add IQ to it")
         for variable in settings.term_weights:
             if variable not in variables:
-                raise InputError(
-                    f"term_weights.{variable}: {objective} has no such term; set weights of {', '.join(variables)}"
-                )
+                fault = f"term_weights.{variable}: {objective} has no such term; set weights of {', '.join(variables)}"
+                raise InputError(fault)
         texts = (2 * settings.records_per_step) ** 2
         if objective == NCE and texts > MOST_JOINT_TEXTS:
             raise InputError(

@@ -19,8 +19,12 @@ from infembed_ray.training.scores import score_batch
 class MarginalLoss(nn.Module):
     """Compute a training objective of a batch of records, or of embeddings (paper, Eq. 6-21).
 
-        loss = MarginalLoss(encoder, "multi{P,I}")
-        loss(records).backward()
+    ```python
+    from infembed_ray import InstructionEncoder, MarginalLoss, load_records
+
+    encoder = InstructionEncoder.from_pretrained("runs/quickstart/checkpoint")
+    MarginalLoss(encoder, "multi{P,I}")(load_records("runs/quickstart/records")[:4]).backward()
+    ```
 
     Args:
         encoder: embeds the texts, on any device; `parameters()` are its own. None: only embeddings are given.
@@ -79,19 +83,17 @@ class MarginalLoss(nn.Module):
         if self.objective == NCE:
             raise InputError(f"objective={NCE}: needs all pairs of instructions and queries; give records")
         if queries.shape != passages.shape or queries.ndim != 2:
-            raise InputError(
-                f"passages: shape {tuple(passages.shape)}, and queries have {tuple(queries.shape)}; give (B, d) of both"
-            )
+            fault = f"shape {tuple(passages.shape)}, and queries have {tuple(queries.shape)}"
+            raise InputError.of("passages", None, fault, "give (B, d) of both")
         queries, passages = normalize(queries, dim=-1), normalize(passages, dim=-1)
         cosines = queries @ passages.T
         others = ~torch.eye(len(cosines), dtype=torch.bool, device=cosines.device)
         negatives: dict[Variable, Negatives] = {"P": Negatives(cosines, others), "IQ": Negatives(cosines.T, others)}
         if "I" in self.objective.variables:
             if instructed is None or instructed.ndim != 3 or instructed[:, 0].shape != queries.shape:
-                raise InputError(
-                    f"instructed: {None if instructed is None else tuple(instructed.shape)}; {self.objective} contrasts "
-                    f"instructions: give (B, N, d) with B, d = {tuple(queries.shape)}"
-                )
+                shape = None if instructed is None else tuple(instructed.shape)
+                remedy = f"{self.objective} contrasts instructions: give (B, N, d) with B, d = {tuple(queries.shape)}"
+                raise InputError(f"instructed: {shape}; {remedy}")
             similarities = torch.einsum("bd,bnd->bn", passages, normalize(instructed, dim=-1))
             negatives["I"] = Negatives(similarities, torch.ones_like(similarities, dtype=torch.bool))
         return self._loss(cosines.diagonal(), negatives)

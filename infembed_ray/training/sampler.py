@@ -136,15 +136,13 @@ class Sampler:
             if source not in present:
                 raise InputError(f"mixture.{source}: no record has this source: {nearest(source, present)}")
         for source in sorted(present - set(self.mixture)):
-            raise InputError(
-                f"mixture: records of source {source} have no weight; set mixture.{source} (0 to leave them out)"
-            )
+            fault = f"mixture: records of source {source} have no weight; set mixture.{source} (0 to leave them out)"
+            raise InputError(fault)
         if self.mixture and not any(self.mixture.values()):
             raise InputError("mixture: all weights are 0; set one above 0")
         if self.epoch_size < self.workers:
-            raise InputError(
-                f"workers={self.workers}: more than the {self.epoch_size} records; set workers={self.epoch_size}"
-            )
+            fault = f"workers={self.workers}: more than the {self.epoch_size} records; set workers={self.epoch_size}"
+            raise InputError(fault)
 
 
 def _shares(rows: Sequence[int], parts: int) -> list[list[int]]:

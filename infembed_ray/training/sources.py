@@ -30,9 +30,8 @@ def named(settings: TrainSettings) -> dict[str, Source]:
         raise InputError(f"split={settings.split}: applies to records only; set sources.NAME.split")
     for label in settings.sources:
         if "/" in label:
-            raise InputError(
-                f"sources.{label}: the name of a source is a part of its records' ids; leave out the slash"
-            )
+            fault = f"sources.{label}: the name of a source is a part of its records' ids; leave out the slash"
+            raise InputError(fault)
     if settings.records:
         return {"records": Source(path=settings.records, split=settings.split)}
     return {f"sources.{label}.path": source for label, source in settings.sources.items()}

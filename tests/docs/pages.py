@@ -1,16 +1,15 @@
 """The pages of the documentation, their code blocks, links and inline code."""
 
-import importlib.util
 import inspect
 import re
 import shlex
 import sys
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from infembed_ray import api
+from scripts import reference
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -37,36 +36,27 @@ class Block:
 
 
 @cache
-def hooks() -> Any:
-    """The module docs/hooks/pages.py, which generates the reference."""
-    spec = importlib.util.spec_from_file_location("docs_hooks_pages", DOCS / "hooks" / "pages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@cache
 def written() -> dict[str, str]:
     """Path from the root -> Markdown of every page that people write."""
     files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-    return {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
+    people = [file for file in files if reference.REFERENCE not in file.parents]
+    return {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in people}
 
 
 @cache
 def docstrings() -> str:
-    """The docstrings of the functions of `infembed_ray.api`, with their examples."""
-    functions = (
-        value for value in vars(api).values() if inspect.isfunction(value) and value.__module__ == api.__name__
+    """The docstrings of the public API, with their examples; tests/test_client.py runs those of the clients."""
+    modules = (
+        (f"infembed_ray.{name}", names) for public in reference.PYTHON.values() for name, names in public.items()
     )
-    return "\n\n".join(inspect.getdoc(function) or "" for function in functions)
+    values = (getattr(import_module(m), name) for m, names in modules if not m.endswith(".client") for name in names)
+    return "\n\n".join(inspect.getdoc(value) or "" for value in values)
 
 
 @cache
 def all_pages() -> dict[str, str]:
-    """The written pages and the generated ones."""
-    return written() | {f"docs/{uri}": text for uri, text in hooks().generated().items()}
+    """The written pages and those of docs/reference/."""
+    return written() | {f"docs/reference/{name}": text for name, text in reference.generated().items()}
 
 
 def prose(text: str) -> str:
@@ -78,7 +68,7 @@ def prose(text: str) -> str:
 def blocks() -> list[Block]:
     """Every fenced block of the written pages and of the public functions' docstrings."""
     found = []
-    for page, text in {**written(), "infembed_ray/api.py": docstrings()}.items():
+    for page, text in {**written(), "docs/reference/python.md": docstrings()}.items():
         end = 0
         for match in _FENCE.finditer(text):
             marker = _MARKER.search(match["before"])

@@ -1,17 +1,24 @@
 """The documentation agrees with the code: commands, settings, links, files, tests and metrics."""
 
+import doctest
+import json
 import re
+import subprocess
+import sys
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import infembed_ray
 from infembed_ray.cli import main as cli
 from infembed_ray.config.base import Settings, settings_classes
 from infembed_ray.serving import schema
 from infembed_ray.telemetry import METRICS
-from tests.docs.pages import DOCS, ROOT, Block, all_pages, anchors, blocks, commands, hooks, inline_code, prose, written
+from scripts import reference
+from tests.docs.pages import ROOT, Block, all_pages, anchors, blocks, commands, inline_code, prose, written
 
 SHELL = [block for block in blocks() if block.language in ("bash", "console")]
 SOURCES = ("infembed_ray", "tests", "benchmarks", "jobs", "examples")
@@ -26,7 +33,7 @@ def settings_of(parsed: Any) -> type[Settings] | None:
 @cache
 def classes() -> set[type[Settings]]:
     """All settings classes of all verbs, nested ones included."""
-    return {cls for given in hooks().SETTINGS.values() for cls in hooks().with_nested(given)}
+    return set(reference.places())
 
 
 def is_setting(name: str) -> bool:
@@ -102,7 +109,7 @@ def words() -> set[str]:
     files = [f for top in SOURCES for f in (ROOT / top).rglob("*") if f.suffix in (".py", ".yaml", ".md", ".html")]
     files.append(ROOT / "pyproject.toml")
     found = {word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
-    return found | hooks().metrics().keys() | {f"infembed_{name}" for name in METRICS}
+    return found | reference.metrics().keys() | {f"infembed_{name}" for name in METRICS}
 
 
 @pytest.mark.parametrize("page", written())
@@ -158,13 +165,37 @@ def test_links_to_the_documentation_from_the_rest_of_the_repository_exist() -> N
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    pages = [str(Path(page).relative_to("docs")) for page in written() if page.startswith("docs/")]
-    assert not [page for page in pages if page not in navigation]
+    navigation = (ROOT / "zensical.toml").read_text(encoding="utf-8")
+    pages = [page.removeprefix("docs/") for page in all_pages() if page.startswith("docs/")]
+    pages = [page for page in pages if not page.startswith("contributing/")]
+    assert not [page for page in pages if f'"{page}"' not in navigation]
 
 
-def test_the_python_page_names_the_function_of_every_verb() -> None:
-    page = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
-    for verb in (cli.VERBS | cli.MAINTENANCE).values():
-        assert f"`{verb.function.replace(':', '.')}`" in page
-        assert f"`config.{verb.settings_class.replace(':', '.')}`" in page
+def test_the_reference_is_what_the_code_says() -> None:
+    files = {str(file.relative_to(reference.REFERENCE)): file for file in reference.REFERENCE.rglob("*.md")}
+    committed = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    assert committed == reference.generated(), "run python -m scripts.reference, and commit docs/reference"
+
+
+@pytest.mark.integration
+def test_the_reference_depends_on_the_code_alone(tmp_path: Path) -> None:
+    for name in ("scripts", "infembed_ray"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    script = "import infembed_ray.serving.schema, json; from scripts import reference; print(json.dumps(reference.generated()))"
+    environment = {"PYTHONHASHSEED": "7", "TZ": "Asia/Kathmandu", "COLUMNS": "40", "HOME": str(tmp_path), "LC_ALL": "C"}
+    environment |= {"PYTHONPATH": str(tmp_path), "INFEMBED_API_KEY": "x", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", script], cwd="/", env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == reference.generated()
+
+
+@pytest.mark.parametrize(
+    "module", sorted({f"infembed_ray.{m}" for public in reference.PYTHON.values() for m in public})
+)
+def test_doctests_of_the_public_api(module: str) -> None:
+    assert doctest.testmod(import_module(module)).failed == 0
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = reference.generated()["python.md"]
+    assert not [name for name in infembed_ray.__all__ if f"\n### {name}\n" not in page]

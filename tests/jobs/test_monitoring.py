@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from infembed_ray.telemetry import METRICS
-from tests.docs.pages import hooks
+from scripts import reference
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "jobs" / "monitoring"
@@ -49,7 +49,7 @@ def test_every_metric_exists():
     assert of_stages <= METRICS.keys()
     assert len(of_stages) < len(used)
     of_the_api = [name for name in used if not name.startswith("ray_")]
-    assert {SUFFIXES.sub("", name) for name in of_the_api} <= hooks().metrics().keys()
+    assert {SUFFIXES.sub("", name) for name in of_the_api} <= reference.metrics().keys()
 
 
 def test_every_alert_has_a_section_in_the_runbook():

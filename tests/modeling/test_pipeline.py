@@ -56,6 +56,19 @@ def test_an_error_in_a_thread_reaches_the_caller_and_ends_the_threads(backbone_p
     assert not threads()
 
 
+@pytest.mark.slow  # the compiler takes most of a minute
+def test_long_encoding_compiles_the_layers_and_gives_the_same_vectors(backbone_path, monkeypatch):
+    encoder = InstructionEncoder.from_pretrained(backbone_path("qwen2"))
+    plain = encoder.encode_passages(TEXTS, batch_tokens=90)
+    encoder.encode_passages(TEXTS, batch_tokens=90)
+    assert encoder.backbone.layers[0]._compiled_call_impl is None
+    overlap(monkeypatch)
+    monkeypatch.setattr(pipeline, "COMPILE_AFTER_S", 0.0)
+    for _ in range(2):
+        np.testing.assert_allclose(encoder.encode_passages(TEXTS, batch_tokens=90), plain, atol=1e-6)
+        assert encoder.backbone.layers[0]._compiled_call_impl is not None
+
+
 @pytest.mark.parametrize(
     ("width", "element_bytes", "free", "tokens"),
     [

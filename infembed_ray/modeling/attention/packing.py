@@ -82,9 +82,9 @@ class PackedAttention:
         **others: Any,
     ) -> Tensor:
         """Attend by one variable-length kernel where CUDA has it, else run by run."""
-        if query.is_cuda and dropout == 0 and query.dtype in (torch.bfloat16, torch.float16) and _varlen_attention():
+        if query.is_cuda and dropout == 0 and query.dtype in (torch.bfloat16, torch.float16) and varlen_attention():
             window = -1 if sliding_window is None else sliding_window - 1
-            states = _varlen_attention()(
+            states = varlen_attention()(
                 *(t.squeeze(0).transpose(0, 1) for t in (query, key, value)),
                 *(self.borders, self.borders, self.longest, self.longest),
                 scale=scaling,
@@ -167,7 +167,7 @@ def packing_pays(device: torch.device, dtype: torch.dtype, drops: bool) -> bool:
     The CUDA kernel does not support attention dropout (`drops`).
     """
     if device.type == "cuda":
-        return not drops and dtype in (torch.bfloat16, torch.float16) and _varlen_attention() is not None
+        return not drops and dtype in (torch.bfloat16, torch.float16) and varlen_attention() is not None
     return device.type == "cpu"
 
 
@@ -225,7 +225,7 @@ def _window(length: int, window: int | None, is_causal: bool, device: torch.devi
 
 
 @cache
-def _varlen_attention() -> Any:
+def varlen_attention() -> Any:
     """Return torch's variable-length flash-attention; None before torch 2.11, which has no windows.
 
     torch 2.11 takes fewer heads of keys than of queries without the argument `enable_gqa` of later versions.

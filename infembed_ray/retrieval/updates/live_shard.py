@@ -309,9 +309,8 @@ class LiveShard:
         """The passages of places in base and delta."""
         in_base = places >= 0
         of_delta = take(snapshot.passages, delta_place(places[~in_base]))
-        back = np.argsort(
-            np.argsort(~in_base, kind="stable"), kind="stable"
-        )  # from base and delta to the places' order
+        # From base and delta to the places' order.
+        back = np.argsort(np.argsort(~in_base, kind="stable"), kind="stable")
         return pa.concat_tables([self.base.take(places[in_base]), of_delta]).take(pa.array(back))
 
     def _hits(self, snapshot: LiveState, best: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[list[Hit]]:

@@ -49,9 +49,8 @@ class ApiKey(BaseModel):
     @model_validator(mode="after")
     def _admin_reads_all(self) -> ApiKey:
         if "admin" in self.scopes and self.collections is not None:
-            raise ValueError(
-                "the scope admin reads the metrics of all collections; leave out that scope, or collections"
-            )
+            fault = "the scope admin reads the metrics of all collections; leave out that scope, or collections"
+            raise ValueError(fault)
         return self
 
 
@@ -136,9 +135,8 @@ class ApiKeys:
             log.error("%s; the %d keys read before stay valid", error, len(self._file_keys))
         else:
             self._file_keys = list(keys.values())
-            log.warning(
-                "api_keys_file=%s: changed; it now holds %d keys: %s", self._file, len(keys), ", ".join(keys) or "none"
-            )
+            names = ", ".join(keys) or "none"
+            log.warning("api_keys_file=%s: changed; it now holds %d keys: %s", self._file, len(keys), names)
 
 
 def _state_of(file: Path) -> object:
@@ -192,9 +190,8 @@ def read_keys(file: Path) -> dict[str, ApiKey]:
             key = ApiKey.model_validate_json(line)
         except ValidationError as error:
             fault = f"line {number}: {_fault(error)}"
-            raise InputError.of(
-                "api_keys_file", file, fault, "correct the line, or delete it to revoke its key"
-            ) from None
+            remedy = "correct the line, or delete it to revoke its key"
+            raise InputError.of("api_keys_file", file, fault, remedy) from None
         if key.name in keys:
             fault = f"line {number}: the name {key.name!r} appears twice"
             raise InputError.of("api_keys_file", file, fault, "rename one of the two")

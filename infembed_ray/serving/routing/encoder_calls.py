@@ -1,12 +1,13 @@
 """Calls of the ingress to one encoder, which all its collections share: micro-batched, retried, and with a query cache. No Ray."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
+from cachetools import LRUCache
 
 from infembed_ray.modeling.formats import Question
-from infembed_ray.modeling.lru_cache import LruCache
 from infembed_ray.serving.encoder.batching import Embedded
 from infembed_ray.serving.routing.fan_out import Deployment, now
 from infembed_ray.serving.routing.micro_batching import MicroBatcher
@@ -76,17 +77,17 @@ class QueryCache:
         self, embed: Callable[[EncoderInputs, float], Awaitable[Embedded]], max_bytes: int = CACHE_BYTES
     ) -> None:
         self._embed = embed
-        self._vectors = LruCache[Question, np.ndarray](max_bytes, _size)
+        self._vectors = LRUCache[Question, tuple[Question, np.ndarray]](max_bytes, _size)
         self.hits = self.misses = 0
 
     @property
     def bytes(self) -> int:
         """Memory of the entries."""
-        return self._vectors.size
+        return int(self._vectors.currsize)
 
     async def __call__(self, queries: Sequence[Question], deadline: float) -> np.ndarray:
         """Return (len(queries), d) vectors, in order. Queries that are not cached go to the encoder in one call."""
-        vectors = {query: vector for query in queries if (vector := self._vectors.get(query)) is not None}
+        vectors = {query: entry[1] for query in queries if (entry := self._vectors.get(query)) is not None}
         missing = [query for query in dict.fromkeys(queries) if query not in vectors]
         self.hits += len(queries) - len(missing)
         self.misses += len(missing)
@@ -95,10 +96,12 @@ class QueryCache:
             embedded = await self._embed(inputs, deadline)
             for query, vector in zip(missing, embedded.vectors, strict=True):
                 vectors[query] = vector.copy()  # a view would keep the vectors of the whole call
-                self._vectors.put(query, vectors[query])
+                with suppress(ValueError):  # larger than the cache
+                    self._vectors[query] = query, vectors[query]
         return np.stack([vectors[query] for query in queries])
 
 
-def _size(query: Question, vector: np.ndarray) -> int:
+def _size(entry: tuple[Question, np.ndarray]) -> int:
     """Return the memory of an entry; a character takes up to four bytes."""
+    query, vector = entry
     return vector.nbytes + 4 * (len(query.query) + len(query.instruction or "")) + ENTRY_BYTES

@@ -63,6 +63,11 @@ def test_trees_by_flex_attention_give_the_gradients_of_dense_masks():
     assert (got - expected).abs().max() <= 1e-3 * expected.abs().max()
 
 
+def test_without_the_kernel_of_torch_2_11_no_layer_is_compiled_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(flex, "varlen_attention", lambda: None)
+    assert not flex.flex_pays(torch.device("cuda"))
+
+
 def test_the_kernel_compiles_many_shapes_in_a_thread_and_then_fails(monkeypatch):
     """Autograd's thread recomputes layers; past the limit, the kernel may not compute all scores."""
     compiled = partial(torch.compile, backend="eager", fullgraph=True)
