@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ray.serve import Application, Deployment
+    from ray.serve import Application
     from ray.serve.handle import DeploymentHandle
     from ray.serve.schema import LoggingConfig
 
@@ -139,9 +139,24 @@ def delete_application(name: str) -> None:
     serve.delete(name, _blocking=False)
 
 
-def with_version(deployment: Deployment, version: str) -> Deployment:
-    """Fix a deployment's version, so that a new `user_config` reconfigures its replicas and restarts none."""
-    return deployment.options(version=version, _internal=True)
+def applied_configs() -> dict[str, dict[str, Any]]:
+    """Return the config of each application that was deployed by one; `serve.status` has none."""
+    from ray.serve.context import _get_global_client
+
+    applications = _get_global_client().get_serve_details()["applications"]
+    return {name: found["deployed_app_config"] for name, found in applications.items() if found["deployed_app_config"]}
+
+
+def apply_configs(configs: dict[str, dict[str, Any]]) -> None:
+    """Deploy applications as `serve deploy` does, which needs a dashboard, and return at once; Serve deletes the other ones that
+    were deployed so. With the same `args`, a new `user_config` reconfigures replicas and restarts none."""
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    client = _get_global_client()
+    capacity = client.get_serve_details()["target_capacity"]
+    config = {"applications": list(configs.values()), "target_capacity": capacity}
+    client.deploy_apps(ServeDeploySchema.model_validate(config))
 
 
 def listening_address() -> tuple[str, int]:

@@ -92,10 +92,6 @@ def test_names_of_serve_exist() -> None:
     assert hasattr(Ingress, replica.SERVE_BUILD_ASGI_APP_METHOD)
 
 
-def test_with_version_fixes_the_version() -> None:
-    assert ray_compat.with_version(serve.deployment(type("Part", (), {})), "v1").version == "v1"
-
-
 def test_the_router_knows_its_replicas() -> None:
     assert "self._router" in inspect.getsource(DeploymentHandle)
     assert "self._asyncio_router = AsyncioRouter(" in inspect.getsource(router.SingletonThreadRouter)

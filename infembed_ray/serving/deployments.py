@@ -17,13 +17,13 @@ from infembed_ray.progress import counted
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.milvus import is_address
 from infembed_ray.serving import startup
-from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.release import (
     ENCODER,
     RERANKER,
     STORE,
     EncoderArguments,
     IndexArguments,
+    ReleaseSpec,
     RerankerArguments,
 )
 from infembed_ray.serving.replicas import EncoderReplica, RerankerReplica, ShardSearch, StoreSearch
@@ -96,23 +96,28 @@ def _actor(cpus: float, gpus: float, imports: Callable[[], None]) -> dict[str, A
     return {"num_cpus": cpus, "num_gpus": gpus, "runtime_env": {"env_vars": environment(imports, cpus)}}
 
 
-def require_resources(plan: Plan) -> None:
-    """InputError if the cluster cannot hold all replicas and will not grow: they would wait for resources for ever."""
+def require_room(new: ReleaseSpec, current: ReleaseSpec | None = None) -> None:
+    """InputError if the cluster cannot hold all replicas of both releases and will not grow: they would wait for ever."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     if any(NODE_GROUP in node["Labels"] for node in nodes):
         return
+    kept = current.reservations if current else set()
     for resource in ("CPU", "GPU"):
         held = [node["Resources"].get(resource, 0.0) for node in nodes]
-        reserved = [entry[1:] for entry in plan.reservations() if entry[0] == resource]
-        total, largest = sum(replicas * each for _, replicas, each in reserved), max(held)
-        setting, replicas, each = max(reserved, key=lambda entry: (entry[2] > largest, entry[1] * entry[2]))
-        if each > largest or total > sum(held) + 1e-6:
-            fault = (
-                f"{counted(replicas, 'replica')} of it; all replicas together need {total:g} {resource}, the cluster has "
-                f"{sum(held):g}, its largest node {largest:g}"
-            )
-            remedy = "lower the setting or the number of replicas, or add nodes"
-            raise InputError.of(setting, getattr(plan.settings, setting), fault, remedy)
+        needed = {each for each in new.reservations | kept if each.resource == resource}
+        total, largest = sum(each.replicas * each.each for each in needed), max(held)
+        if total <= sum(held) + 1e-6 and max(each.each for each in needed) <= largest:
+            continue
+        most = max(needed - kept or needed, key=lambda one: (one.each > largest, one.replicas * one.each))
+        both = f" of {new.versions} and of the current release" if current else ""
+        fault = (
+            f"{counted(most.replicas, 'replica')} of it; all replicas{both} together need {total:g} {resource}, the cluster "
+            f"has {sum(held):g}, its largest node {largest:g}"
+        )
+        remedy = "lower the setting or the number of replicas, or add nodes"
+        if current:
+            remedy += "; or stop the API and start it again: both releases run until the switch"
+        raise InputError.of(most.setting, getattr(new.settings, most.setting), fault, remedy)
 
 
 def spread(replicas: int, room: int | None = None, **per_replica: float) -> int | None:

@@ -29,9 +29,9 @@ from infembed_ray.serving.address import (
     require_free_port,
     served_fingerprint,
 )
-from infembed_ray.serving.deployments import require_resources
-from infembed_ray.serving.plan import LOGGING, Plan
-from infembed_ray.serving.release import APPLICATION
+from infembed_ray.serving.deployments import require_room
+from infembed_ray.serving.plan import Plan
+from infembed_ray.serving.release import APPLICATION, LOGGING
 from infembed_ray.serving.supervisor import roll_out, served_release, switch_to
 
 PORT_TIMEOUT_S = 15.0
@@ -93,8 +93,10 @@ def serving(settings: ServeSettings) -> Iterator[str]:
 
 def stop() -> None:
     """Stop the API of this cluster, and Serve as well if it serves nothing else."""
-    ours = [name for name in serve.status().applications if name == APPLICATION or name.startswith(f"{APPLICATION}-")]
-    for name in sorted(ours):  # the API sorts first, so it stops before its parts
+    others = {name: config for name, config in ray_compat.applied_configs().items() if name != APPLICATION}
+    ray_compat.apply_configs(others)  # so that another controller does not start the API again
+    serve.delete(APPLICATION)  # before its parts, which it would start again
+    for name in filter(lambda name: name.startswith(f"{APPLICATION}-"), serve.status().applications):
         serve.delete(name)
     if not serve.status().applications:
         serve.shutdown()
@@ -106,7 +108,7 @@ def _stop_if_current(plan: Plan) -> None:
         served = served_release()
     except Exception:  # the ingress is lost
         served = None
-    if served is None or served[1].command == plan.release.command:
+    if served is None or served.command == plan.release.command:
         stop()
 
 
@@ -130,7 +132,7 @@ def _wait_for_interrupt() -> None:
 def _deploy(plan: Plan) -> None:
     """Switch the API to the plan's release. After a failure, everything is as before."""
     _connect(plan)
-    require_resources(plan)
+    require_room(plan.release)
     _start_serve(plan)
     previous = served_release()
     cards = [spec.card for spec in plan.release.collections.values()]
@@ -237,7 +239,7 @@ def describe(settings: ServeSettings) -> Iterator[str]:
     if len(plan.release.encoders) > 1:
         yield f"{len(plan.release.encoders)} encoders: the indexes were built by as many; each reserves resources of its own"
     for resource in ("CPU", "GPU"):
-        needed = sum(replicas * each for kind, _, replicas, each in plan.reservations() if kind == resource)
+        needed = sum(one.replicas * one.each for one in plan.release.reservations if one.resource == resource)
         if needed:
             yield f"{resource}s: {needed:g} for all replicas together"
     if settings.config_file is not None:

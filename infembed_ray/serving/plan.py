@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -34,27 +34,21 @@ from infembed_ray.serving import reranking, schema
 from infembed_ray.serving.edge import READ_TIMEOUT_S
 from infembed_ray.serving.http.auth import ApiKeys, is_loopback
 from infembed_ray.serving.release import (
-    APPLICATION,
-    INGRESS,
-    INGRESS_CPUS,
+    LOGGING,
     STORE,
     ApiArguments,
-    Arguments,
     CollectionSpec,
     EncoderArguments,
     IndexArguments,
     Probe,
     ProbeSet,
     ReleaseSpec,
+    RerankerArguments,
 )
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import is_uri, scratch
 from infembed_ray.storage.places import address
-from infembed_ray.storage.steps import MANIFEST, read_manifest, resolve_input
-from infembed_ray.telemetry import json_logs
-
-LOGGING = {"log_level": "WARNING", "enable_access_log": False} | ({"encoding": "JSON"} if json_logs() else {})
-"""Logging of Serve's processes."""
+from infembed_ray.storage.steps import MANIFEST, open_place, read_manifest, resolve_input
 
 
 @dataclass(frozen=True)
@@ -100,6 +94,7 @@ class Plan:
                 collections[key] = spec.model_copy(update={"card": card})
         api = ApiArguments(locked=locked, settings=settings)
         release = ReleaseSpec(
+            settings=_for_nodes(settings, collections[DEFAULT_COLLECTION].encoder.model, reranker),
             api=api.digest(),
             collections=collections,
             reranker=reranker,
@@ -115,18 +110,6 @@ class Plan:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.settings.port}"
 
-    def reservations(self) -> Iterator[tuple[str, str, int, float]]:
-        """Yield (Ray resource, setting, replicas, amount per replica) of everything that the replicas reserve."""
-        settings = self.settings
-        shards = sum(len(one.shards) for one in self.release.collections.values()) * settings.shard_replicas
-        encoders = len(self.release.encoders) * settings.encoder_replicas
-        encoders += settings.rerank.replicas if settings.rerank else 0
-        yield "CPU", "cpus_per_encoder", encoders, settings.cpus_per_encoder
-        yield "CPU", "cpus_per_shard", shards, settings.cpus_per_shard
-        yield "CPU", "ingress_replicas", settings.ingress_replicas, INGRESS_CPUS
-        yield "GPU", "gpus_per_encoder", encoders, settings.gpus_per_encoder
-        yield "GPU", "gpus_per_shard", shards, settings.gpus_per_shard
-
     @property
     def controller_environment(self) -> dict[str, str]:
         """Environment of Serve's controller, inherited by its proxies and replicas; fixed when Serve starts.
@@ -141,48 +124,19 @@ class Plan:
         return environment | {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}
 
     def config(self) -> dict[str, Any]:
-        """Return the config of `serve deploy`."""
-        parts: dict[str, Arguments] = {**self.release.parts, APPLICATION: self.api}
-        applications: list[dict[str, Any]] = [
-            {
-                "name": name,
-                "route_prefix": "/" if name == APPLICATION else None,
-                "import_path": arguments.builder,
-                "args": arguments.model_dump(mode="json", exclude_defaults=True),
-            }
-            for name, arguments in parts.items()
-        ]
+        """Return the config of `serve deploy`: the API, whose supervisor starts the parts of the release."""
         release = self.release.model_copy(update={"command": ""})
-        applications[-1]["deployments"] = [{"name": INGRESS, "user_config": release.model_dump(mode="json")}]
         return {
             "proxy_location": "EveryNode",
             "http_options": {"host": self.settings.host, "port": self.settings.port},
             "controller_options": {"runtime_env": {"env_vars": self.controller_environment}},
             "logging_config": LOGGING,
-            "applications": applications,
+            "applications": [self.api.application(release)],
         }
 
     def write_config(self, file: Path) -> None:
-        """Write the config file of `serve deploy`; an existing file describes what is served until then.
-
-        `serve deploy` at once deletes applications that the file no longer names. So the new file still names the parts of
-        the previous release; writing it once more removes them.
-
-        Raises:
-            InputError: the file exists and is not a config file of `infembed serve`.
-        """
-        config = self.config()
-        if file.is_file():
-            previous = yaml.safe_load(file.read_text(encoding="utf-8"))
-            try:
-                (api,) = (app for app in previous["applications"] if app["name"] == APPLICATION)
-                release = ReleaseSpec.model_validate(api["deployments"][0]["user_config"])
-            except (ValueError, KeyError, TypeError) as error:
-                fault = "exists and is not a config file of `infembed serve`"
-                raise InputError.of("config_file", file, fault, "choose another name") from error
-            kept = set(release.parts) - {app["name"] for app in config["applications"]}
-            config["applications"] += [app for app in previous["applications"] if app["name"] in kept]
-        file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+        """Write the config file of `serve deploy`."""
+        file.write_text(yaml.safe_dump(self.config(), sort_keys=False), encoding="utf-8")
 
     def startup_message(self) -> str:
         """Return where the API is and what it serves."""
@@ -192,6 +146,23 @@ class Plan:
             for name, spec in self.release.by_name.items()
         ]
         return "\n".join(served) + f"\n  playground: {self.url}/   reference: {self.url}/docs"
+
+
+def _for_nodes(settings: ServeSettings, model: str, reranker: RerankerArguments | None) -> ServeSettings:
+    """Return the settings as the supervisor resolves them again: absolute places, without what was checked already."""
+    indexes = {
+        name: place if is_address(place) else address(open_place(place, "index"))
+        for name, place in settings.indexes.items()
+    }
+    update: dict[str, Any] = {"index": indexes.pop(DEFAULT_COLLECTION), "collections": indexes}
+    if settings.model:
+        update["model"] = model
+    if settings.rerank and settings.rerank.model and reranker:
+        own = settings.rerank.model
+        named = {**own, "model": reranker.model} if isinstance(own, dict) else reranker.model
+        update["rerank"] = settings.rerank.model_copy(update={"model": named})
+    checked = dict.fromkeys(("api_keys_env", "api_keys_file", "probes", "config_file"))
+    return settings.model_copy(update={**update, **checked, "host": "127.0.0.1"})
 
 
 def _probe_set(settings: ServeSettings) -> ProbeSet | None:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from infembed_ray import __version__
 from infembed_ray.config.serving import DEFAULT_COLLECTION, RerankSettings, ServeSettings
 from infembed_ray.serving import schema
+from infembed_ray.telemetry import json_logs
 
 APPLICATION = "infembed"
 """Serve application of the API, and prefix of the others."""
 ENCODER, INGRESS, RERANKER, STORE, SUPERVISOR = "encoder", "ingress", "reranker", "store", "supervisor"
 """Deployments; `STORE` stands for the shards where an external engine holds the index."""
+LOGGING = {"log_level": "WARNING", "enable_access_log": False} | ({"encoding": "JSON"} if json_logs() else {})
+"""Logging of Serve's processes."""
 INGRESS_CPUS = 0.1
 """CPUs that an ingress replica reserves; it mostly waits."""
 
@@ -124,6 +127,20 @@ class ApiArguments(Arguments):
         *("shard_replicas", "request_timeout_s", "ha_proxy", "compact_at", "ranking"),
     }
     locked: bool
+    package: str = __version__
+    """Version of this package; another one restarts the API."""
+
+    def application(self, release: ReleaseSpec | None) -> dict[str, Any]:
+        """Return the API over a release, as an application of a config file of `serve deploy`."""
+        config = release and [{"name": INGRESS, "user_config": release.model_dump(mode="json")}]
+        return {
+            "name": APPLICATION,
+            "route_prefix": "/",
+            "import_path": self.builder,
+            "args": self.model_dump(mode="json", exclude_defaults=True) | {"package": self.package},
+            "logging_config": LOGGING,
+            "deployments": config or [],
+        }
 
 
 class Probe(BaseModel):
@@ -154,6 +171,16 @@ class ProbeSet(BaseModel):
     max_p_mrr_drop: float
 
 
+class Reservation(NamedTuple):
+    """Amount of a Ray resource that each replica of an application reserves, because of a setting."""
+
+    application: str
+    setting: str
+    resource: str
+    replicas: int
+    each: float
+
+
 class CollectionSpec(BaseModel):
     """What answers the requests to one collection."""
 
@@ -173,6 +200,9 @@ class ReleaseSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    settings: ServeSettings = ServeSettings(index="")
+    """What names the release, with places as every node finds them. An index of theirs is a version, or the directory of its
+    versions, whose latest the API follows."""
     api: str
     collections: dict[str, CollectionSpec]
     reranker: RerankerArguments | None = None
@@ -195,10 +225,11 @@ class ReleaseSpec(BaseModel):
     @property
     def fingerprint(self) -> str:
         """16 hex digits that change with anything that changes what is served, how, or from where."""
-        content = self.model_dump(mode="json", exclude={"probes", "reranker", "command"})
+        content = self.model_dump(mode="json", exclude={"settings", "probes", "reranker", "command"})
         for collection in content["collections"].values():
             del collection["card"]["created"], collection["encoder"]["model"]
-        return _digest({**content, "reranker": self.reranker and self.reranker.application})[:16]
+        named = {"reranker": self.reranker and self.reranker.application, "indexes": self.settings.indexes}
+        return _digest({**content, **named})[:16]
 
     @property
     def encoders(self) -> dict[str, EncoderArguments]:
@@ -210,6 +241,22 @@ class ReleaseSpec(BaseModel):
         """All applications but the API: encoders, indexes and the reranker."""
         reranker = {self.reranker.application: self.reranker} if self.reranker else {}
         return {**self.encoders, **{one.index.application: one.index for one in self.by_name.values()}, **reranker}
+
+    @property
+    def reservations(self) -> set[Reservation]:
+        """What all replicas reserve: encoders and rerankers without autoscaling, shards, and the API."""
+        reserved = {Reservation(APPLICATION, "ingress_replicas", "CPU", self.settings.ingress_replicas, INGRESS_CPUS)}
+        shards = {one.index.application: len(one.shards) for one in self.by_name.values()}
+        for name, part in self.parts.items():
+            own, kind = part.settings, "shard" if name in shards else "encoder"
+            replicas = own.encoder_replicas
+            if name in shards:
+                replicas = own.shard_replicas * shards[name]
+            elif isinstance(part, RerankerArguments) and own.rerank:
+                replicas = own.rerank.replicas
+            for resource, setting in (("CPU", f"cpus_per_{kind}"), ("GPU", f"gpus_per_{kind}")):
+                reserved.add(Reservation(name, setting, resource, replicas, getattr(own, setting)))
+        return reserved
 
     @property
     def versions(self) -> str:

@@ -58,8 +58,6 @@ from infembed_ray.serving.service import Document, ReplicaLost, ShardState
 if TYPE_CHECKING:
     from infembed_ray.serving.encoder.engine import EncodingEngine
 
-OPEN_TIMEOUT_S = 60.0
-"""Time for a new release to answer; after it, `reconfigure` returns and the replica keeps waiting in the background."""
 POLL_S = 0.1
 """Seconds between two reads of the write-ahead log by a shard, and between two probes of a new release."""
 SLOW_POLL_S = 1.0
@@ -330,6 +328,7 @@ class Ingress:
             )
         self._reporter = MetricsReporter(self._collect)
         self._served: tuple[ReleaseSpec, dict[str, Release]] | None = None
+        self._wanted: ReleaseSpec | None = None
         self._switching: asyncio.Task[None] | None = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -344,37 +343,48 @@ class Ingress:
         )
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Switch to another release once it answers; Serve calls this method with the `user_config`.
+        """Switch to another release once the supervisor admits it; Serve calls this method with the `user_config`.
 
-        Until the new release answers, this replica keeps its current one. A replica that cannot open its first one fails.
+        Until then, this replica keeps its current one, and this method has returned: Serve routes no requests to a replica that
+        it reconfigures. Its first one it also takes if all parts answer already, so it needs no supervisor; a first one that is
+        not admitted is an error.
         """
         self._reporter.start()
         if self._switching is not None:
             self._switching.cancel()
-        spec = ReleaseSpec.model_validate(user_config)
+        self._wanted = spec = ReleaseSpec.model_validate(user_config)
         new = open_release(spec, self._arguments.settings, self._supervisor)
         self._switching = asyncio.get_running_loop().create_task(self._switch_to(spec, new))
-        await asyncio.wait([self._switching], timeout=OPEN_TIMEOUT_S)
         if self._served is None:
-            raise RuntimeError(f"{' and '.join(sorted(spec.parts))} do not answer")
+            await self._switching
 
     async def _switch_to(self, spec: ReleaseSpec, new: dict[str, Release]) -> None:
-        for release in new.values():
-            # A replica without a release does not wait for the reranker: searches do without it.
-            while not await release.ready(with_reranker=self._served is not None):
+        current = self._served and self._served[0]
+        answering = asyncio.ensure_future(self._answer(new, with_reranker=current is not None))
+        try:
+            while not await self._admitted(current, spec) and (current or not answering.done()):
                 await asyncio.sleep(POLL_S)
-        if self._served is not None and (fault := await self._verdict(self._served[0], spec)):
-            log.error("the new release is not served: %s", fault)
-            return
-        self._served = spec, new
+            await answering
+            self._served = spec, new
+        except Exception as error:
+            if current is None:
+                raise
+            log.error("the new release is not served: %s", error)
+        finally:
+            answering.cancel()
 
-    async def _verdict(self, current: ReleaseSpec, new: ReleaseSpec) -> str | None:
-        """As `Supervisor.verdict`; wait for the supervisor, which may be starting."""
-        while True:
-            with contextlib.suppress(ReplicaLost, QueueFull):
-                fault: str | None = await self._supervisor("verdict", current, new)
-                return fault
-            await asyncio.sleep(POLL_S)
+    async def _answer(self, new: dict[str, Release], with_reranker: bool) -> None:
+        """Wait until a release answers. A replica without one does not wait for the reranker: searches do without it."""
+        for release in new.values():
+            while not await release.ready(with_reranker=with_reranker):
+                await asyncio.sleep(POLL_S)
+
+    async def _admitted(self, current: ReleaseSpec | None, new: ReleaseSpec) -> bool:
+        """As `Supervisor.admit`; False if the supervisor is starting."""
+        with contextlib.suppress(ReplicaLost, QueueFull):
+            await self._supervisor("admit", current, new)
+            return True
+        return False
 
     @property
     def _now(self) -> tuple[ReleaseSpec, dict[str, Release]]:
@@ -382,9 +392,9 @@ class Ingress:
             raise ReplicaLost
         return self._served
 
-    async def served(self) -> tuple[ApiArguments, ReleaseSpec | None]:
-        """Return the arguments of this replica and the release that it answers from; None: it has none yet."""
-        return self._arguments, self._served[0] if self._served else None
+    async def served(self) -> tuple[ReleaseSpec | None, ReleaseSpec | None]:
+        """Return the release that this replica answers from, if any, and the one that it should."""
+        return self._served and self._served[0], self._wanted
 
     async def changed_documents(self) -> dict[str, float]:
         """As `Release.changed_documents`, by collection."""

@@ -1,37 +1,45 @@
-"""The API as a Serve application, its supervisor, and the replacement of one release by another (blue/green).
+"""The API as a Serve application, and its supervisor, which replaces one release by another (blue/green).
 
-The supervisor is a deployment with one replica for what must go on without the command that started the API: the metrics page,
-the verdict on a new release, and automatic compaction. So `infembed serve`, `serve deploy` and a RayService behave alike.
+A command or a config file only sets the release that the ingress should serve. The supervisor, a deployment with one replica,
+starts the parts, probes them, deletes what is unused, compacts, and follows the index directories. So `infembed serve`,
+`serve deploy` and a RayService behave alike.
 """
 
 import asyncio
+import contextvars
 import logging
 import pkgutil
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import ray
 from prometheus_client import Metric
 from ray import serve
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 
 from infembed_ray import ray_compat
 from infembed_ray.config.retrieval import CompactSettings
-from infembed_ray.config.serving import DEFAULT_COLLECTION
-from infembed_ray.errors import InputError, StartError, in_one_line, quoted_input_error
+from infembed_ray.config.serving import DEFAULT_COLLECTION, ServeSettings
+from infembed_ray.errors import KNOWN, InputError, StartError, explained, in_one_line, quoted_input_error
 from infembed_ray.progress import counted, say
 from infembed_ray.ray_failures import memory_report
 from infembed_ray.retrieval.index import Index
+from infembed_ray.retrieval.milvus import is_address
 from infembed_ray.serving import startup
-from infembed_ray.serving.deployments import environment, limits_of, replicas_of, spread
+from infembed_ray.serving.deployments import environment, limits_of, replicas_of, require_room, spread
+from infembed_ray.serving.encoder.batching import QueueFull
 from infembed_ray.serving.metrics import MetricsPage
-from infembed_ray.serving.plan import LOGGING
+from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.release import (
     APPLICATION,
     INGRESS,
     INGRESS_CPUS,
+    LOGGING,
     SUPERVISOR,
     ApiArguments,
     Probe,
@@ -41,7 +49,9 @@ from infembed_ray.serving.release import (
 from infembed_ray.serving.replicas import Ingress
 from infembed_ray.serving.routing.blue_green import open_release
 from infembed_ray.serving.routing.remote import RemoteDeployment
+from infembed_ray.serving.routing.retries import RetriedCalls
 from infembed_ray.serving.schema import SearchRequest, SearchResponse
+from infembed_ray.serving.service import ReplicaLost
 from infembed_ray.storage.places import address, place_of
 from infembed_ray.storage.steps import find_input
 
@@ -50,9 +60,13 @@ START_TIMEOUT_S = 3600.0
 READY_TIMEOUT_S = 120.0
 """Time for started replicas to answer."""
 LOOK_S = 10.0
-"""Seconds between two counts of the changed documents."""
-COMPACTION_RETRY_S = 600.0
-"""Seconds until the next attempt to compact a collection after one that failed."""
+"""Seconds between two comparisons of what is served with what the settings name, and two counts of the changed documents."""
+RETRY_S = 600.0
+"""Seconds until the next attempt to follow an index or to compact a collection after one that failed."""
+SWITCH_S = 30.0
+"""Least time for which parts that no release uses are kept: a command may be about to switch to them."""
+OTHERS_S = 5.0
+"""Time for another ingress replica to tell what it serves, if there is one."""
 KEPT_VERSIONS = 2
 """Versions of an index that a compaction leaves: the one that was served until then, and the next."""
 POLL_S = 1.0
@@ -69,19 +83,16 @@ log = logging.getLogger(__name__)
 # ------------------------------------------------------------------------------------------------- the application
 
 
-def api_application(arguments: Mapping[str, Any]) -> serve.Application:
-    """Build the API of `serve deploy`, whose config file sets the `user_config`."""
-    return api_over(ApiArguments.model_validate(arguments), None)
-
-
-def api_over(arguments: ApiArguments, release: ReleaseSpec | None) -> serve.Application:
-    """Build the API over a release."""
+def api_application(given: Mapping[str, Any]) -> serve.Application:
+    """Build the API; the config of its application sets the `user_config`."""
+    arguments = ApiArguments.model_validate(given)
     settings = arguments.settings
     supervisor = serve.deployment(
         Supervisor,
         name=SUPERVISOR,
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment(startup.import_modules, 0)}},
-        max_ongoing_requests=1000,  # a verdict takes long, and metrics arrive meanwhile
+        max_ongoing_requests=1000,  # an admission takes long, and metrics arrive meanwhile
+        graceful_shutdown_timeout_s=2,  # all calls are made again
     )
     ingress = serve.deployment(
         Ingress,
@@ -92,124 +103,217 @@ def api_over(arguments: ApiArguments, release: ReleaseSpec | None) -> serve.Appl
                 "env_vars": ray_compat.SINGLE_EVENT_LOOP | environment(startup.import_modules, INGRESS_CPUS)
             },
         },
-        user_config=release and release.model_dump(mode="json"),
         max_surge_percent=100,  # old replicas serve until the new ones do, which needs room for one more
         max_replicas_per_node=spread(settings.ingress_replicas, room=settings.ingress_replicas + 1, CPU=INGRESS_CPUS),
         **replicas_of(settings.ingress_replicas),
         **limits_of(settings),
     )
-    # The version does not depend on the release, so another release restarts nothing.
-    ingress, supervisor = (ray_compat.with_version(part, arguments.digest()) for part in (ingress, supervisor))
     return ingress.bind(arguments, supervisor.bind(arguments))
 
 
 class Supervisor:
-    """The only replica of its deployment. It works on releases in threads, and so answers meanwhile."""
+    """The only replica of its deployment. It owns the release: it brings the API from what is served to what should be.
+
+    Serve and the index directories hold its state, so a restarted replica continues from there. It works in threads, and
+    answers meanwhile.
+    """
 
     def __init__(self, arguments: ApiArguments) -> None:
         self._arguments = arguments
         self._page = MetricsPage()
         self._ingress = RemoteDeployment.named(INGRESS, APPLICATION)
-        self._verdicts: dict[tuple[str, str], asyncio.Future[str | None]] = {}
-        self._not_before: dict[str, float] = {}  # collection -> time of its next attempt, after a failed compaction
+        self._admissions: dict[tuple[str, str], tuple[ReleaseSpec, asyncio.Task[None]]] = {}
+        self._passed: set[tuple[str, str]] = set()  # pairs of releases whose probes were compared
+        self._not_before: dict[str, float] = {}  # step -> time of its next attempt, after one that failed
+        self._unused_since: dict[str, float] = {}  # application -> time
         self._watch: asyncio.Task[None] | None = None
 
     async def keep(self, replica: str, metrics: list[Metric]) -> None:
         """Store the latest metrics of a replica."""
         self._page.update(replica, metrics)
         if self._watch is None:  # the constructor has no event loop
-            self._watch = asyncio.get_running_loop().create_task(self._compact_when_due())
+            self._watch = _detached(self._keep_looking())
 
     async def metrics(self) -> bytes:
         """As `MetricsPage.text`."""
         return self._page.text()
 
-    async def verdict(self, current: ReleaseSpec, new: ReleaseSpec) -> str | None:
-        """Return why the new release must not replace the current one; None: it may.
+    # ------------------------------------------------------------------------------------------------- admission
 
-        Both answer the probe set of the new one, once for all who ask. If the new one is worse, the ingress goes back to
-        the current one, so that a replica that starts later does not begin with it.
+    async def admit(self, current: ReleaseSpec | None, new: ReleaseSpec) -> None:
+        """Start the parts of a release that do not run, and compare its rankings with the current one's; once for all who ask.
+
+        After a failure the ingress goes back to the current release, so that a replica that starts later does not begin with
+        the new one, whose parts are deleted as all that are unused.
+
+        Raises:
+            InputError: the cluster has no room for both releases, or a replica raised it.
+            StartError: a part did not start, or the new release is worse on its probes.
         """
-        if new.probes is None:
-            return None
-        pair = current.fingerprint, new.model_dump_json()
-        if pair not in self._verdicts:
-            self._verdicts[pair] = asyncio.ensure_future(self._compare(current, new))
-        verdict = self._verdicts[pair]
-        try:
-            fault = await asyncio.shield(verdict)
-        except Exception as error:
-            fault = f"the probes are not answered: {in_one_line(error)}"
-        if fault and self._verdicts.pop(pair, None) is verdict:  # asked again, it is probed again
-            await asyncio.to_thread(switch_to, self._arguments, current)
-        return fault
+        pair = current.fingerprint if current else "", new.model_dump_json()
+        if pair not in self._admissions:
+            self._admissions[pair] = new, _detached(self._admit(current, new, pair))
+            self._admissions[pair][1].add_done_callback(asyncio.Task.exception)  # who asked may be gone
+        await asyncio.shield(self._admissions[pair][1])
 
-    async def _compare(self, current: ReleaseSpec, new: ReleaseSpec) -> str | None:
-        assert new.probes is not None
+    async def _admit(self, current: ReleaseSpec | None, new: ReleaseSpec, pair: tuple[str, str]) -> None:
+        try:
+            if current is None:  # a new ingress replica asks; the others may serve a release
+                with suppress(ReplicaLost, QueueFull, asyncio.TimeoutError):
+                    current = (await asyncio.wait_for(self._ingress("served"), OTHERS_S))[0]
+            # Serve applies a config file again after the loss of its controller, and the API may have moved on since.
+            if current is not None and await asyncio.to_thread(_overtaken, new, current):
+                raise StartError(f"{new.versions} is not the latest version; {current.versions} serves on")
+            await asyncio.to_thread(_start, current, new)
+            if current and new.probes and current.fingerprint != new.fingerprint and pair not in self._passed:
+                await self._compare(current, new.probes, new)
+                self._passed.add(pair)
+        except BaseException as error:
+            del self._admissions[pair]
+            log.error("%s is not served: %s", new.versions, in_one_line(error))
+            wanted = [spec.fingerprint for spec in await self._specs()] if current else []
+            if current and current.fingerprint != new.fingerprint in wanted:
+                await asyncio.to_thread(switch_to, self._arguments, current)
+            raise
+        del self._admissions[pair]
+
+    async def _compare(self, current: ReleaseSpec, probes: ProbeSet, new: ReleaseSpec) -> None:
+        """StartError if the new release ranks the probes worse than the current one, or does not answer them."""
         figures = []
         for spec in (current, new):
             opened = open_release(spec, self._arguments.settings, self._ingress)
-            figures.append(await probe(opened[DEFAULT_COLLECTION].search, new.probes.probes))
+            try:
+                figures.append(await probe(opened[DEFAULT_COLLECTION].search, probes.probes))
+            except Exception as error:
+                raise StartError(f"the probes are not answered: {in_one_line(error)}") from error
         before, after = figures
-        queries = counted(len(new.probes.probes), "probe")
+        queries = counted(len(probes.probes), "probe")
         log.warning("nDCG@10 on %s: %.1f, of the current release %.1f", queries, after.ndcg, before.ndcg)
-        return worse_rankings(before, after, new.probes)
+        if fault := worse_rankings(before, after, probes):
+            raise StartError(f"{fault}; {current.versions} serves on")
 
-    # ------------------------------------------------------------------------------------------------- compaction
+    async def _specs(self) -> list[ReleaseSpec]:
+        """Return what ingress replicas serve and should serve; Serve picks them at random, so each is asked twice on average."""
+        times = 2 * self._arguments.settings.ingress_replicas
+        asked = (RetriedCalls()(lambda: self._ingress("served"), READY_TIMEOUT_S) for _ in range(times))
+        answers = await asyncio.gather(*asked)
+        return [spec for pair in answers for spec in pair if spec]
 
-    async def _compact_when_due(self) -> None:
+    def _used(self, specs: Sequence[ReleaseSpec]) -> set[str]:
+        """Return the parts of these releases and of those that are being admitted."""
+        return {name for spec in (*specs, *(new for new, _ in self._admissions.values())) for name in spec.parts}
+
+    # ----------------------------------------------------------------------------------------------------- watch
+
+    async def _keep_looking(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                await self.compact_if_due()
+                await self.look()
             except Exception as error:  # any: the ingress may be restarting
-                log.warning("changed documents are not counted: %s", in_one_line(error))
+                log.warning("the API's release is not compared with its settings: %s", in_one_line(error))
 
-    async def compact_if_due(self) -> None:
-        """Compact the collection with the most changes, if `compact_at` says so, and switch; log a failure.
+    async def look(self) -> None:
+        """Delete what is unused, and take one step towards what the settings of the served release name, if one is due.
 
-        The API goes on meanwhile. A release that another command has switched to is left alone.
+        A step that fails is logged and taken again later; the API goes on as it is.
         """
-        due_at = self._arguments.settings.compact_at
-        if due_at is None or (release := await self._served()) is None:
+        specs = await self._specs()
+        await self._delete_unused(specs)
+        if self._admissions or len({spec.fingerprint for spec in specs}) != 1:
+            return  # there is no release yet, or a switch is under way
+        served, now = specs[0], time.monotonic()
+        if moved := ", ".join(await asyncio.to_thread(_moved, served)):
+            if now >= self._not_before.get(moved, 0.0):
+                log.warning("the latest version is now %s: switching to it", moved)
+                await self._attempt(moved, f"{moved} is not served", self._move(served, served.settings))
             return
-        now = time.monotonic()
+        due_at = self._arguments.settings.compact_at
+        if due_at is None:
+            return
         counts: Mapping[str, float] = await self._ingress("changed_documents")
         due = [name for name, n in counts.items() if n >= due_at and now >= self._not_before.get(name, 0.0)]
-        if not due:
-            return
-        name = max(due, key=counts.__getitem__)
-        label = "the index" if name == DEFAULT_COLLECTION else f"the collection {name}"
-        log.warning("%.0f documents per shard of %s have changed: compacting it", counts[name], label)
+        if due:
+            name = max(due, key=counts.__getitem__)
+            label = "the index" if name == DEFAULT_COLLECTION else f"the collection {name}"
+            log.warning("%.0f documents per shard of %s have changed: compacting it", counts[name], label)
+            await self._attempt(name, f"{label} is not compacted", self._compact(served, name))
+
+    async def _attempt(self, step: str, failure: str, moved: Coroutine[Any, Any, ReleaseSpec]) -> None:
+        """Take a step; after a failure, log it and when it is taken again."""
         try:
-            await self._compact_collection(release, name)
+            new = await moved
         except Exception as error:  # any: the API goes on as it is
-            self._not_before[name] = time.monotonic() + COMPACTION_RETRY_S
-            reason = str(error) if isinstance(error, InputError) else in_one_line(error)
-            log.error("%s is not compacted (%s); next attempt in %.0f s", label, reason, COMPACTION_RETRY_S)
+            self._not_before[step] = time.monotonic() + RETRY_S
+            cause = explained(error)
+            reason = str(cause) if isinstance(cause, KNOWN) else in_one_line(error)
+            log.error("%s (%s); next attempt in %.0f s", failure, reason, RETRY_S)
+        else:
+            log.warning("switched: every answer now comes from %s", new.versions)
 
-    async def _compact_collection(self, release: ReleaseSpec, name: str) -> None:
-        index = release.collections[name].index
-        place = place_of(index.index)
+    async def _move(self, served: ReleaseSpec, settings: ServeSettings) -> ReleaseSpec:
+        """Switch to what settings name now, and return it."""
+        new: ReleaseSpec = await named_release.remote(served.model_copy(update={"settings": settings}))
+        await self.admit(served, new)
+        await asyncio.to_thread(switch, self._arguments, new, served)
+        return new
+
+    async def _compact(self, served: ReleaseSpec, name: str) -> ReleaseSpec:
+        """Publish the next version of a collection's index, and switch to it.
+
+        A version that a lost supervisor has published, but not switched to, is taken as it is.
+        """
+        spec, settings = served.collections[name], served.settings
+        place = place_of(spec.index.index)
         latest = find_input(address(place.parent), "index")
-        if latest.name != place.name:  # publishing the next version would replace it
-            fault = f"{latest.name} is the latest version"
-            raise InputError.of("index", index.index, fault, "run `infembed serve` to switch to it")
-        kept = KEPT_VERSIONS if release.command else None
-        cpus = index.settings.cpus_per_shard
-        settings = CompactSettings(index=index.index, cpus_per_shard=cpus, keep_versions=kept)
-        published = await compact_index.remote(settings)
-        served = await self._served()
-        if served is None or served.fingerprint != release.fingerprint:
-            raise InputError.of("index", index.index, "another release is served meanwhile")
-        new = successor(release, name, published)
-        await asyncio.to_thread(roll_out, self._arguments, new, (self._arguments, release))
-        log.warning("switched: every answer now comes from %s", new.versions)
+        if latest.name == place.name:
+            again = spec.model_copy(update={"index": spec.index.model_copy(update={"version": "next"})})
+            both = served.model_copy(update={"collections": {**served.collections, name: again}})
+            await asyncio.to_thread(require_room, both, served)  # before the work
+            published = await compact_index.remote(
+                CompactSettings(
+                    index=spec.index.index,
+                    cpus_per_shard=spec.index.settings.cpus_per_shard,
+                    keep_versions=KEPT_VERSIONS if served.command else None,
+                )
+            )
+        elif address(Index.describe(address(latest)).changes) == spec.changes:
+            published = address(latest)
+        else:  # publishing the next version would replace it
+            fault = f"{latest.name} is the latest version, and has other documents"
+            raise InputError.of("index", spec.index.index, fault, "serve that one, or the directory of the versions")
+        if settings.indexes[name] == spec.index.index:  # they name a version
+            named = {**settings.indexes, name: published}
+            settings = settings.model_copy(update={"index": named.pop(DEFAULT_COLLECTION), "collections": named})
+        return await self._move(served, settings)
 
-    async def _served(self) -> ReleaseSpec | None:
-        _, spec = await self._ingress("served")
-        release: ReleaseSpec | None = spec
-        return release
+    async def _delete_unused(self, specs: Sequence[ReleaseSpec]) -> None:
+        """Delete the parts that no release has used for as long as a request may take, or a switch after an admission."""
+        applications = await asyncio.to_thread(lambda: serve.status().applications)
+        unused = {name for name in applications if name.startswith(f"{APPLICATION}-")} - self._used(specs)
+        now = time.monotonic()
+        self._unused_since = {name: self._unused_since.get(name, now) for name in unused}
+        for name, since in self._unused_since.items():
+            if now >= since + max(self._arguments.settings.request_timeout_s, SWITCH_S):
+                log.warning("deleting %s, which no release uses", name)
+                ray_compat.delete_application(name)
+
+
+def _detached(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Start a task; in the context of a request, Serve would cancel its calls together with that."""
+    return contextvars.Context().run(asyncio.get_running_loop().create_task, coroutine)
+
+
+def _moved(release: ReleaseSpec) -> list[str]:
+    """Return the index versions that the settings of a release name now and that are not its own."""
+    named = {name: place for name, place in release.settings.indexes.items() if not is_address(place)}
+    found = {name: address(find_input(place, "index")) for name, place in named.items()}
+    return [place for name, place in found.items() if place != release.collections[name].index.index]
+
+
+def _overtaken(new: ReleaseSpec, current: ReleaseSpec) -> bool:
+    """Return whether an index directory names another version than a new release has, and the current one has what they name."""
+    return bool(_moved(new)) and not _moved(current)
 
 
 @ray.remote(num_cpus=0, max_retries=0)
@@ -221,20 +325,12 @@ def compact_index(settings: CompactSettings) -> str:
     return compact(settings).address
 
 
-def successor(release: ReleaseSpec, collection: str, place: str) -> ReleaseSpec:
-    """Return a release with another version of one collection's index, which the same encoder built."""
-    index, before = Index.describe(place), release.collections[collection]
-    arguments = before.index.model_copy(update={"index": address(index.path), "version": index.version})
-    card = before.card.model_copy(update={"index_version": index.version, "passages": index.facts.passages})
-    after = before.model_copy(
-        update={
-            "index": arguments,
-            "shards": tuple(shard.name for shard in index.facts.shards),
-            "changes": address(index.changes),
-            "card": card,
-        }
-    )
-    return release.model_copy(update={"collections": {**release.collections, collection: after}})
+@ray.remote(num_cpus=0, max_retries=0)
+def named_release(release: ReleaseSpec) -> ReleaseSpec:
+    """Return what the settings of a release name now. A task of its own, because it may import torch."""
+    startup.lower_priority()
+    named = Plan.resolve(release.settings).release
+    return named.model_copy(update={"api": release.api, "probes": release.probes, "command": release.command})
 
 
 # --------------------------------------------------------------------------------------------------------- probes
@@ -302,67 +398,84 @@ def _queries(probes: Sequence[Probe]) -> Iterator[tuple[str, SearchRequest]]:
 # -------------------------------------------------------------------------------------------- one release for another
 
 
-Deployed = tuple[ApiArguments, ReleaseSpec]
-"""The API of a cluster: its arguments and its release."""
-
-
-def roll_out(arguments: ApiArguments, new: ReleaseSpec, current: Deployed | None) -> None:
-    """Start the parts of a release that do not run, and switch the API to it once it answers; then delete what is unused.
-
-    `current` is what is served (None: nothing is).
+def roll_out(arguments: ApiArguments, new: ReleaseSpec, current: ReleaseSpec | None) -> None:
+    """Let the supervisor start a release and compare it with what is served (None: nothing is); then switch the API to it.
 
     Raises:
-        InputError: a replica raised it.
-        StartError: a part did not start or does not answer, the new release is worse on its probes, or another command
-            has switched the API meanwhile. The current release serves on.
+        InputError, StartError: as `Supervisor.admit` and `switch`.
     """
-    running = {n for n, state in serve.status().applications.items() if state.status == ApplicationStatus.RUNNING}
-    missing = {name: arguments for name, arguments in new.parts.items() if name not in running}
+    if current is None:  # without a wait for the supervisor
+        _start(None, new)
+        return switch(arguments, new, None)
+    supervisor = ray_compat.unchecked_handle(SUPERVISOR, APPLICATION)
+    admission = supervisor.admit.remote(current, new)
+    while True:
+        try:
+            admission.result(timeout_s=PROGRESS_S)
+            return switch(arguments, new, current)
+        except TimeoutError:
+            states = serve.status().applications
+            for name in states.keys() & new.parts.keys():
+                _say_progress(name, states[name])
+        except (RayActorError, DeploymentUnavailableError):  # Serve starts another supervisor, which continues
+            time.sleep(POLL_S)
+            admission = supervisor.admit.remote(current, new)
+        except RayTaskError as error:
+            raise explained(error) from error
+
+
+def switch(arguments: ApiArguments, new: ReleaseSpec, current: ReleaseSpec | None) -> None:
+    """Switch the API to an admitted release, and wait until it answers from it.
+
+    Raises:
+        StartError: it does not, or another command has switched the API meanwhile; the current release serves on.
+    """
+    known, before = {new.fingerprint, current and current.fingerprint}, ray_compat.applied_configs()
+    if current and (served := served_release()) and served.fingerprint not in known:
+        raise StartError("another command has switched the API meanwhile; it stays as it is: run this command again")
     try:
-        for name, part in missing.items():
-            application = pkgutil.resolve_name(part.builder)(part)
-            ray_compat.start_application(application, name, None, LoggingConfig(**LOGGING))
-        for name in missing:
-            wait_until_running(name)
-        if current is not None:
-            supervisor = serve.get_deployment_handle(SUPERVISOR, app_name=APPLICATION)
-            if fault := supervisor.verdict.remote(current[1], new).result():
-                raise StartError(f"the new release is not served, {current[1].versions} serves on: {fault}")
-            if (served := served_release()) is None or served[1].fingerprint != current[1].fingerprint:
-                raise StartError(
-                    "another command has switched the API meanwhile; it stays as it is: run this command again"
-                )
         switch_to(arguments, new)
         _wait_until_served(new, 2 * arguments.settings.ingress_replicas)
     except BaseException:
-        if current is not None:
-            _roll_back(new, current, set(missing))
+        if current and (served_release() or current).fingerprint in known:
+            ray_compat.apply_configs(before)
         raise
-    if current is not None:
-        _delete_after_drain(set(current[1].parts) - set(new.parts), arguments.settings.request_timeout_s)
 
 
 def switch_to(arguments: ApiArguments, release: ReleaseSpec | None) -> None:
-    """Let the API answer from a release; without effect if it does already."""
-    ray_compat.start_application(api_over(arguments, release), APPLICATION, "/", LoggingConfig(**LOGGING))
+    """Let the API answer from a release; without effect if it does already.
+
+    As for a config file, Serve keeps what was asked, so that a controller that it starts again returns to this release.
+    """
+    configs, application = ray_compat.applied_configs(), arguments.application(release)
+    before = configs.get(APPLICATION, {})
+    if before.get("args") == application["args"]:
+        application = {**before, "deployments": application["deployments"]}
+    else:
+        environment = ray.get_runtime_context().runtime_env
+        application["runtime_env"] = {
+            name: environment[name] for name in ("working_dir", "py_modules") if name in environment
+        }
+    ray_compat.apply_configs({**configs, APPLICATION: application})
     if release is not None:
         wait_until_running(APPLICATION)
 
 
-def served_release() -> Deployed | None:
-    """Return the arguments and the release of this cluster's API; None: there is no API, or it has no release."""
-    if APPLICATION not in serve.status().applications:
+def served_release() -> ReleaseSpec | None:
+    """Return the release of this cluster's API; None: there is no API, or it has no release."""
+    application = serve.status().applications.get(APPLICATION)
+    if application is None or INGRESS not in application.deployments:
         return None
     ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
-    arguments, spec = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)
-    return spec and (arguments, spec)
+    release: ReleaseSpec | None = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)[0]
+    return release
 
 
 def _wait_until_served(release: ReleaseSpec, times: int) -> None:
     """Wait until the API answers from a release several times in a row: Serve picks an ingress replica at random."""
     deadline, in_a_row = time.monotonic() + READY_TIMEOUT_S, 0
     while in_a_row < times:
-        if (served := served_release()) is not None and served[1].fingerprint == release.fingerprint:
+        if (served := served_release()) and served.fingerprint == release.fingerprint:
             in_a_row += 1
             continue
         in_a_row = 0
@@ -371,28 +484,31 @@ def _wait_until_served(release: ReleaseSpec, times: int) -> None:
         time.sleep(POLL_S)
 
 
-def _roll_back(new: ReleaseSpec, current: Deployed, started: set[str]) -> None:
-    """Restore the current release after a failure, unless another command has switched the API meanwhile."""
-    used = (served_release() or current)[1]
-    if used.fingerprint in (new.fingerprint, current[1].fingerprint):
-        switch_to(*current)
-        used = current[1]
-    for name in started - set(used.parts):
-        ray_compat.delete_application(name)
-
-
-def _delete_after_drain(applications: set[str], drain_s: float) -> None:
-    """Delete applications that no new request uses, after the last request that uses them has ended."""
-    if applications:
-        say(f"serve: draining the previous release for {drain_s:g} s (request_timeout_s)")
-        time.sleep(drain_s)
-        served = served_release()  # another command may have chosen them
-        for name in sorted(applications - (set(served[1].parts) if served else set())):
-            serve.delete(name)
-            say(f"serve: deleted {name}")
-
-
 # ----------------------------------------------------------------------------------------------------------- waiting
+
+
+def _start(current: ReleaseSpec | None, new: ReleaseSpec) -> None:
+    """Start the parts of a release that do not run, side by side, and wait until they do.
+
+    Raises:
+        InputError: the cluster cannot hold both releases.
+        InputError, StartError: as `wait_until_running`.
+    """
+    states = {name: state.status for name, state in serve.status().applications.items()}
+    ended = {
+        name for name in new.parts if states.get(name) in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.DELETING)
+    }
+    missing = {name: part for name, part in new.parts.items() if name in ended or name not in states}
+    if missing:
+        require_room(new, current)
+    for name, part in missing.items():
+        if name in ended:
+            serve.delete(name)
+        application = pkgutil.resolve_name(part.builder)(part)
+        ray_compat.start_application(application, name, None, LoggingConfig(**LOGGING))
+    for name in new.parts:
+        if name in missing or states[name] == ApplicationStatus.DEPLOYING:  # Serve repairs an unhealthy one
+            wait_until_running(name)
 
 
 def wait_until_running(name: str) -> None:
@@ -408,10 +524,16 @@ def wait_until_running(name: str) -> None:
         if failed or time.monotonic() > deadline:
             raise _start_failure(name, application)
         if time.monotonic() > progress_at:
-            states = [f"{part}: {' '.join(state.message.split())}" for part, state in application.deployments.items()]
-            say(f"serve: waiting for {name}: {'; '.join(states) or application.message}")
+            _say_progress(name, application)
             progress_at = time.monotonic() + PROGRESS_S
         time.sleep(POLL_S)
+
+
+def _say_progress(name: str, application: ApplicationStatusOverview) -> None:
+    """Say what an application waits for, unless it runs."""
+    if application.status != ApplicationStatus.RUNNING:
+        states = [f"{part}: {' '.join(state.message.split())}" for part, state in application.deployments.items()]
+        say(f"serve: waiting for {name}: {'; '.join(states) or application.message}")
 
 
 def _start_failure(name: str, application: ApplicationStatusOverview) -> Exception:

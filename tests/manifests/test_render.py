@@ -174,6 +174,8 @@ def test_the_api_is_a_service_of_the_served_index(tmp_path: Path, minilm: str, m
     monkeypatch.setattr(render, "MOUNT", str(tmp_path))
     from ray.serve.schema import ServeDeploySchema
 
+    from infembed_ray.serving.release import ReleaseSpec
+
     indexes = [publish_index(tmp_path / "one", minilm, PASSAGES), publish_index(tmp_path / "two", minilm, AGAIN)]
     served = []
     for index in (*indexes, indexes[1]):
@@ -187,12 +189,12 @@ def test_the_api_is_a_service_of_the_served_index(tmp_path: Path, minilm: str, m
         assert all(restricted(pod) for pod in kubernetes.pods(service))
         config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
         assert config.http_options.host == "0.0.0.0"
-        api = next(application for application in config.applications if application.name == "infembed")
-        assert api.args["locked"]  # replicas without keys do not start
-        served.append({application.name for application in config.applications})
-    assert all(any("-reranker-" in name for name in names) for names in served)
-    assert served[0] < served[1]  # the second file keeps what the API uses until the switch
-    assert served[2] < served[1]
+        (api,) = config.applications
+        assert (api.name, api.args["locked"]) == ("infembed", True)  # replicas without keys do not start
+        served.append(ReleaseSpec.model_validate(api.deployments[0].user_config))
+    assert all(release.reranker for release in served)
+    assert [release.default.index.index for release in served] == [str(indexes[0]), *[str(indexes[1])] * 2]
+    assert served[1].fingerprint == served[2].fingerprint
     assert service["spec"]["excludeHeadPodFromServeSvc"]
     cluster = service["spec"]["rayClusterConfig"]
     assert cluster["enableInTreeAutoscaling"]

@@ -2,7 +2,9 @@ import json
 import re
 import shutil
 import socket
+from collections import Counter
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import faiss
@@ -19,6 +21,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.retrieval.index import Index
 from infembed_ray.serving.distributed import run
 from infembed_ray.serving.plan import Plan, _fingerprint, model_name
+from infembed_ray.serving.release import ReleaseSpec
 from infembed_ray.storage.object_store import SCRATCH, Folder
 from infembed_ray.storage.steps import MANIFEST
 from tests.serving.indexes import AGAIN, publish_index
@@ -49,37 +52,34 @@ def config(settings: ServeSettings, root: Path) -> dict[str, Any]:
     return written
 
 
-def test_the_config_file_is_valid_for_serve_deploy_and_builds_the_applications(
-    config: dict[str, Any], index: str
+def test_the_config_file_is_valid_for_serve_deploy_and_builds_the_api_over_the_release(
+    config: dict[str, Any], settings: ServeSettings, index: str
 ) -> None:
-    schema = ServeDeploySchema.model_validate(config)
-    assert [application.route_prefix for application in schema.applications] == [None, None, "/"]
-    for application in schema.applications:
-        builder = import_attr(application.import_path)
-        built = build_app(
-            call_user_app_builder_with_args_if_necessary(builder, application.args), name=application.name
-        )
-        names = {deployment.name for deployment in built.deployments}
-        assert {deployment.name for deployment in application.deployments} <= names
-        if "-index-" in application.name:
-            assert names == {facts.name for facts in Index.open(index).facts.shards}
+    (application,) = ServeDeploySchema.model_validate(config).applications
+    assert (application.name, application.route_prefix) == ("infembed", "/")
+    builder = import_attr(application.import_path)
+    built = build_app(call_user_app_builder_with_args_if_necessary(builder, application.args), name="infembed")
+    assert {deployment.name for deployment in built.deployments} == {"ingress", "supervisor"}
+    (ingress,) = application.deployments
+    release = ReleaseSpec.model_validate(ingress.user_config)
+    assert release.fingerprint == Plan.resolve(settings).release.fingerprint
+    for name, arguments in release.parts.items():
+        part = build_app(resolve_name(arguments.builder)(arguments), name=name)
+        if "-index-" in name:
+            assert {each.name for each in part.deployments} == {facts.name for facts in Index.open(index).facts.shards}
 
 
-def test_the_config_file_of_an_upgrade_keeps_the_previous_release_until_it_is_written_again(
-    settings: ServeSettings, index: str, root: Path, tmp_path: Path, minilm: str
+def test_the_settings_of_a_release_name_it_again_on_any_node(
+    settings: ServeSettings, index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "serve.yaml"
-    other = publish_index(root / "two", minilm, AGAIN, shards=3, types={"year": "integer"})
-    named = []
-    for path in (index, str(other), str(other)):
-        run(settings.model_copy(update={"index": path, "config_file": str(file)}))
-        named.append({application["name"] for application in yaml.safe_load(file.read_text())["applications"]})
-    assert named[0] < named[1]
-    assert named[2] < named[1]
-    assert named[0] & named[2] == {"infembed", *(name for name in named[0] if "-encoder-" in name)}
-    file.write_text("applications: []")
-    with pytest.raises(InputError, match="exists and is not a config file of `infembed serve`"):
-        run(settings.model_copy(update={"config_file": str(file)}))
+    monkeypatch.chdir(Path(index).parent.parent)
+    relative = settings.model_copy(update={"index": Path(index).parent.name})
+    release = Plan.resolve(relative).release
+    monkeypatch.chdir(tmp_path)
+    assert release.settings.index == str(Path(index).parent)
+    again = Plan.resolve(ReleaseSpec.model_validate(release.model_dump(mode="json")).settings).release
+    assert again.collections["index"].index == release.collections["index"].index
+    assert again.settings == release.settings
 
 
 def test_bad_input_is_rejected_before_anything_starts(
@@ -166,7 +166,9 @@ def test_every_encoder_is_started_once_and_reserves_resources(
     name = Path(minilm).name
     assert {name: card.id for name, card in cards.items()} == {"index": name, "news": name, "law": "foreign"}
     assert cards["law"].encoder != cards["news"].encoder == cards["index"].encoder
-    reserved = {setting: replicas for resource, setting, replicas, _ in plan.reservations() if resource == "CPU"}
+    reserved: Counter[str] = Counter()
+    for each in plan.release.reservations:
+        reserved[each.setting] += each.replicas
     assert (reserved["cpus_per_encoder"], reserved["cpus_per_shard"]) == (2, 4)
     assert "collection law: " in plan.startup_message()
 
