@@ -135,8 +135,7 @@ class TrainSettings(RowSettings):
     max_failures: int = runtime_field(3, ge=0, description="restarts after lost workers; preemptions do not count")
     trackers: tuple[str, ...] = runtime_field(
         ("tensorboard",),
-        description="tensorboard, wandb, and functions or classes as module:name, which worker 0 calls with every step and "
-        "its figures",
+        description="tensorboard, and functions or classes as module:name, which worker 0 calls with every step and its figures",
     )
     checkpoint_every: int = runtime_field(50, ge=1, description="steps between checkpoints")
 

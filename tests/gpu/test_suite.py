@@ -29,7 +29,7 @@ OPTIONAL |= {
     "httpx2",
     "prometheus_client",
 }
-OPTIONAL |= {"tensorboardX", "datasets", "mteb", "onnx", "onnxruntime", "wandb", "pymilvus", "boto3"}
+OPTIONAL |= {"tensorboardX", "datasets", "mteb", "onnx", "onnxruntime", "pymilvus", "boto3"}
 """Modules of which a case may import those that it names."""
 ALONE = """
 import importlib, json, sys

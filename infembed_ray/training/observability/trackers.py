@@ -1,22 +1,16 @@
-"""Experiment trackers: the metrics of a run in TensorBoard or Weights & Biases, or given to the user's functions.
+"""Experiment trackers: the metrics of a run in TensorBoard, or given to the user's functions.
 
     tensorboard    event files in OUTPUT/tensorboard
-    wandb          WANDB_PROJECT and the other variables of wandb apply; without WANDB_API_KEY offline, in OUTPUT/wandb,
-                   for `wandb sync`
     module:name    a function is called with a step and its figures. A class is instantiated first, and its method
                    `close`, if it has one, is called at the end
 
 Each gets the figures of `metrics.jsonl`, and each step once: after a resume, only the steps that it lacks.
 """
 
-import json
-import os
 import pkgutil
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +18,14 @@ from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.training.observability.logs import Event
 
-_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-"""Tracker -> the module and package that it needs."""
-_WANDB = "wandb.json"
-"""File in the output of a run: the id of its run at W&B, and the newest step there, which W&B cannot tell offline."""
-
 
 def check(settings: TrainSettings) -> None:
-    """Check that the packages of the trackers are installed and that the functions exist; InputError otherwise."""
+    """Check that the trackers' functions exist; InputError otherwise."""
     for name in settings.trackers:
-        if package := _PACKAGES.get(name):
-            if find_spec(package) is None:
-                raise InputError.of(
-                    "trackers", name, f"{package} is not installed", f"pip install {package}, or leave it out"
-                )
+        if name == "tensorboard":
             continue
         if ":" not in name:
-            raise InputError.of("trackers", name, "no such tracker", f"give {', '.join(_PACKAGES)} or module:name")
+            raise InputError.of("trackers", name, "no such tracker", "give tensorboard or module:name")
         try:
             target = pkgutil.resolve_name(name)
         except Exception as error:  # importing a module runs its code
@@ -63,16 +48,11 @@ class Trackers:
         self, settings: TrainSettings, directory: Path, lines: Sequence[Mapping[str, Any]], log: Callable[[Event], None]
     ) -> None:
         self._log = log
-        self._trackers: dict[str, TensorBoard | WeightsAndBiases | Callback] = {}
+        self._trackers: dict[str, TensorBoard | Callback] = {}
         done: int = lines[-1]["step"] if lines else 0
         for name in settings.trackers:
             with self._disabled_on_failure(name, done):
-                if name == "tensorboard":
-                    self._trackers[name] = TensorBoard(directory)
-                elif name == "wandb":
-                    self._trackers[name] = WeightsAndBiases(settings, directory)
-                else:
-                    self._trackers[name] = Callback(name, done)
+                self._trackers[name] = TensorBoard(directory) if name == "tensorboard" else Callback(name, done)
         for line in lines:
             self.log(line)
 
@@ -121,39 +101,6 @@ class TensorBoard:
     def close(self) -> None:
         """Write what is left."""
         self._writer.close()
-
-
-class WeightsAndBiases:
-    """A run of W&B, which accepts steps in order only."""
-
-    def __init__(self, settings: TrainSettings, directory: Path) -> None:
-        import wandb
-
-        self._file = directory / _WANDB
-        saved: dict[str, Any] = {"id": secrets.token_hex(8), "step": 0}
-        if self._file.exists():
-            saved = json.loads(self._file.read_text(encoding="utf-8"))
-        self._id, self.step = saved["id"], saved["step"]
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "infembed"),
-            id=self._id,
-            resume="allow",
-            dir=str(directory),
-            mode=None if {"WANDB_MODE", "WANDB_API_KEY"} & os.environ.keys() else "offline",
-            config=settings.identity(),
-            settings=wandb.Settings(console="off"),
-        )
-
-    def log(self, step: int, time: int, figures: Mapping[str, float]) -> None:
-        """Add the figures of a step."""
-        self._run.log(dict(figures), step=step, commit=True)
-        partial = self._file.with_name(f"{_WANDB}.partial")  # not synced to disk, because every step writes it
-        partial.write_text(json.dumps({"id": self._id, "step": step}), encoding="utf-8")
-        partial.replace(self._file)
-
-    def close(self) -> None:
-        """End the run at W&B."""
-        self._run.finish()
 
 
 class Callback:

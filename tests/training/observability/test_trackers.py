@@ -1,6 +1,5 @@
 """Trackers of interrupted runs; their files are read by other code than wrote them."""
 
-import json
 import struct
 from functools import partial
 
@@ -11,8 +10,6 @@ from infembed_ray.errors import InputError
 from infembed_ray.training.observability import trackers
 from infembed_ray.training.observability.logs import append_event, read_events
 from infembed_ray.training.observability.trackers import Trackers
-
-BLOCK = 32_768
 
 
 def settings(*names):
@@ -40,7 +37,7 @@ def interrupted(tmp_path, name):
     for step in LINES[:5]:
         first.log(step)
     if name != "tensorboard":
-        first.close()  # the process of W&B may outlive a killed one
+        first.close()
     second = trackers_of(name, directory, LINES[:3])
     for step in LINES[3:]:
         second.log(step)
@@ -70,37 +67,6 @@ def test_tensorboard_has_every_step_once(tmp_path):
     assert [(step, value) for step, tag, value, _ in written if tag == "loss"] == LOSSES
     assert {tag for _, tag, _, _ in written} == {"loss", "learning_rate"}
     assert all(time == 1_700_000_000 + step for step, _, _, time in written)
-
-
-def wandb_history(path):
-    """Read (step, loss) from a W&B file: a LevelDB log of Record messages."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, place, parts = path.read_bytes(), 7, b""
-    while place + 7 <= len(data):
-        if BLOCK - place % BLOCK < 7:
-            place += BLOCK - place % BLOCK
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, place)
-        parts += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # a whole record, or its last part
-            record, parts = Record.FromString(parts), b""
-            items = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
-            if "loss" in items:
-                yield items["_step"], items["loss"]
-
-
-@pytest.mark.integration
-def test_wandb_offline_has_every_step_once(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    files = sorted((interrupted(tmp_path, "wandb") / "wandb").glob("offline-run-*/*.wandb"))
-    assert len({file.name for file in files}) == 1  # one run at W&B for three attempts
-    assert [row for file in files for row in wandb_history(file)] == LOSSES
 
 
 SEEN = []
