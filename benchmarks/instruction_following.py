@@ -58,7 +58,14 @@ DESIGNS: dict[str, dict[str, Any]] = {
 }
 MULTI, RECIPE = "multi{P,I}", "recipe"
 ONE_NEGATIVE: dict[str, Any] = {"instruction_negatives": 1}
-RECIPE_SETTINGS: dict[str, Any] = {**ONE_NEGATIVE, "train": ["train_reworded", "train_more"]}
+REWORDED: dict[str, Any] = {**ONE_NEGATIVE, "train": ["train_reworded", "train_more"]}
+RECIPE_SETTINGS: dict[str, Any] = {
+    **ONE_NEGATIVE,
+    "train": ["train", "train_reworded", "train_more"],
+    "term_weights": {"I": 4},
+    "learning_rate": 1e-4,
+    "interpolation": 0.7,
+}
 """The recipe of jobs/configs/recipes/obedience.yaml."""
 TABLES: dict[str, dict[str, dict[str, Any]]] = {
     "headline": {MULTI: ONE_NEGATIVE, RECIPE: RECIPE_SETTINGS},
@@ -66,21 +73,18 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
     "data": {
         MULTI: ONE_NEGATIVE,
         f"{MULTI}, 4 epochs": {**ONE_NEGATIVE, "epochs": 4},
-        f"{RECIPE}, 1 epoch": {**RECIPE_SETTINGS, "epochs": 1},
-        RECIPE: RECIPE_SETTINGS,
+        "reworded, 1 epoch": {**REWORDED, "epochs": 1},
+        "reworded": REWORDED,
         "all three files": {**ONE_NEGATIVE, "train": ["train", "train_reworded", "train_more"], "drawn": 417},
     },
     "weights": {
         MULTI: ONE_NEGATIVE,
-        RECIPE: RECIPE_SETTINGS,
-        f"{RECIPE}, 1e-4": {**RECIPE_SETTINGS, "learning_rate": 1e-4},
-        f"{RECIPE}, 1e-4, weight 4 on I": {**RECIPE_SETTINGS, "learning_rate": 1e-4, "term_weights": {"I": 4}},
-        "all three files, 1e-4, weight 4 on I": {
-            **ONE_NEGATIVE,
-            "train": ["train", "train_reworded", "train_more"],
-            "learning_rate": 1e-4,
-            "term_weights": {"I": 4},
+        "reworded, 1e-4": {**REWORDED, "learning_rate": 1e-4},
+        "reworded, 1e-4, weight 4 on I": {**REWORDED, "learning_rate": 1e-4, "term_weights": {"I": 4}},
+        **{
+            f"recipe, interpolation {share:g}": {**RECIPE_SETTINGS, "interpolation": share} for share in (0.6, 0.8, 1.0)
         },
+        RECIPE: RECIPE_SETTINGS,
     },
     "objectives": {objective: {"objective": objective} for objective in OBJECTIVES},
     "designs": DESIGNS,

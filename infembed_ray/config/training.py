@@ -114,6 +114,12 @@ class TrainSettings(RowSettings):
     warmup_fraction: float = Field(0.0, ge=0, lt=1, description="share of the steps with linear warm-up")
     weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
+    interpolation: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="published weights: the model's + this x (trained - the model's). Below 1 keeps more of what it could do",
+    )
     seed: int = Field(42, description="seed of the record order, sampled negatives and dropout")
     validation: ValidationSettings | None = Field(None, description="evaluation on held-out records; null: none")
     zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage")

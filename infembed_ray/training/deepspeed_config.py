@@ -35,6 +35,9 @@ def check(settings: TrainSettings) -> None:
         raise InputError.of(
             "offload", offload, f"needs zero_stage=3, not {stage}", "set offload=optimizer, or zero_stage=3"
         )
+    if settings.interpolation < 1 and settings.lora is not None:
+        fault, remedy = "lora trains adapters, which have no weights of the model's own", "leave one of the two out"
+        raise InputError.of("interpolation", settings.interpolation, fault, remedy)
     if settings.precision == "bf16" and stage == 0:
         remedy = "set zero_stage=1 or higher"
         raise InputError.of("precision", "bf16", "zero_stage=0 would accumulate and export in bf16", remedy)

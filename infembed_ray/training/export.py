@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling import adapters, pretrained
 from infembed_ray.modeling import checkpoint as models
@@ -15,8 +17,9 @@ from infembed_ray.training.zero_init import restore_buffers, stored_weights
 def export(checkpoint: Path, settings: TrainSettings, path: Path, exclusion_weight: float = 0.0) -> None:
     """Write the fp32 master weights of a training checkpoint, of any ZeRO stage, as a model directory.
 
-    Adapters are merged into the weights of the model's files. Where every parameter is one tensor of these files, weights
-    are read and written file by file; otherwise the model is loaded whole. InputError if weights are not finite.
+    They are interpolated with the model's own weights, as in WiSE-FT (arXiv 2109.01903), if the settings say so.
+    Adapters are merged into the weights of the model's files. Where every parameter is one tensor of these files, and
+    nothing is interpolated, weights are read and written file by file; otherwise the model is loaded whole. InputError if weights are not finite.
     `exclusion_weight` is that of the model.
     """
     weights = deepspeed_compat.master_weights(checkpoint)
@@ -24,7 +27,7 @@ def export(checkpoint: Path, settings: TrainSettings, path: Path, exclusion_weig
     encoder = load_encoder(settings.model_copy(update={"lora": None}), "meta")
     encoder.exclusion_weight = exclusion_weight
     stored = stored_weights(encoder, models.local(settings.model))
-    if stored is None:
+    if stored is None or settings.interpolation < 1:
         _export_whole(weights, settings, path, exclusion_weight)
         return
     restore_buffers(encoder, stored)
@@ -45,7 +48,11 @@ def _export_whole(weights: Mapping[str, Stored], settings: TrainSettings, path: 
     encoder = load_encoder(settings)
     encoder.exclusion_weight = exclusion_weight
     frozen = {name for name, parameter in encoder.named_parameters() if not parameter.requires_grad}
-    loaded = encoder.load_state_dict({k: w.contiguous() for k, w in weights.items() if k not in frozen}, strict=False)
+    share, own = settings.interpolation, encoder.state_dict()
+    trained = {k: w.contiguous() for k, w in weights.items() if k not in frozen}
+    if share < 1:  # a new `interaction` has no weights of the model's own
+        trained |= {k: torch.lerp(own[k], w, share) for k, w in trained.items() if not k.startswith("interaction.")}
+    loaded = encoder.load_state_dict(trained, strict=False)
     mismatched = {*loaded.unexpected_keys, *loaded.missing_keys} - frozen
     assert not mismatched, mismatched
     encoder.save_pretrained(path)

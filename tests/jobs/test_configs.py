@@ -31,6 +31,7 @@ def test_inputs_and_outputs_lie_on_the_shared_file_system(verb):
 def test_the_recipe_of_obedience_loads():
     settings = TrainSettings.load(str(CONFIGS / "recipes" / "obedience.yaml"))
     assert {source.path.rpartition("/")[2] for source in settings.sources.values()} == {
+        "train.jsonl",
         "train_reworded.jsonl",
         "train_more.jsonl",
     }

@@ -59,6 +59,26 @@ def test_exported_files_are_those_of_the_whole_model(family, changes, tmp_path, 
     assert all(torch.equal(loaded[name], weight) for name, weight in trained.state_dict().items())
 
 
+@pytest.mark.parametrize("changes", [{}, {"share_encoder": False}, {"interaction": "cross_attention"}])
+def test_interpolated_weights_lie_between_those_of_the_model_and_the_trained_ones(changes, tmp_path):
+    model = backbones.write("modernbert", tmp_path / "model")
+    settings = TrainSettings(records="-", model=model, output="-", interpolation=0.6, **changes)
+    trained = load_encoder(settings)
+    before = {name: weight.double() for name, weight in trained.state_dict().items()}
+    torch.manual_seed(1)
+    for parameter in trained.parameters():
+        parameter.data.add_(torch.randn_like(parameter))
+    (tmp_path / "step").mkdir()
+    torch.save({"module": trained.state_dict()}, tmp_path / "step" / WHOLE_STATE)
+    export(tmp_path / "step", settings, tmp_path / "exported")
+    exported = InstructionEncoder.from_pretrained(tmp_path / "exported").state_dict()
+    assert exported.keys() == before.keys()
+    for name, weight in trained.state_dict().items():
+        share = 1.0 if name.startswith("interaction.") else 0.6
+        expected = before[name] + share * (weight.double() - before[name])
+        torch.testing.assert_close(exported[name].double(), expected, rtol=1e-6, atol=1e-6, msg=name)
+
+
 def assert_same_tensors(folder: Path, expected: dict[str, torch.Tensor]) -> None:
     """Compare several files, with their index, with the tensors of one."""
     files = sorted(folder.glob("model-*.safetensors"))
