@@ -78,7 +78,7 @@ def test_only_a_release_that_passes_gate_and_probes_is_promoted_and_no_search_is
         return str(release["stages"]["index"]["identity"])
 
     old = pipeline(minilm, "old")
-    held_out = write_jsonl(tmp_path / "held_out.jsonl", (vars(record(n)) for n in range(8)))
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", (vars(record(n)) for n in range(40)))
     evaluate = {"records": str(held_out), "models": {"base": minilm, "trained": worse}}
     with under_load(api, clients=2) as answers:
         with pytest.raises(GateError, match=r"evaluate: gate=trained: records: "):
