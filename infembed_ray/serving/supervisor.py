@@ -10,7 +10,7 @@ import contextvars
 import logging
 import pkgutil
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from infembed_ray.ray_failures import memory_report
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.milvus import is_address
 from infembed_ray.serving import startup
-from infembed_ray.serving.deployments import environment, limits_of, replicas_of, require_room, spread
+from infembed_ray.serving.deployments import deployment, environment, require_room
 from infembed_ray.serving.encoder.batching import QueueFull
 from infembed_ray.serving.metrics import MetricsPage
 from infembed_ray.serving.plan import Plan
@@ -94,19 +94,16 @@ def api_application(given: Mapping[str, Any]) -> serve.Application:
         max_ongoing_requests=1000,  # an admission takes long, and metrics arrive meanwhile
         graceful_shutdown_timeout_s=2,  # all calls are made again
     )
-    ingress = serve.deployment(
+    ingress = deployment(
         Ingress,
-        name=INGRESS,
-        ray_actor_options={
-            "num_cpus": INGRESS_CPUS,
-            "runtime_env": {
-                "env_vars": ray_compat.SINGLE_EVENT_LOOP | environment(startup.import_modules, INGRESS_CPUS)
-            },
-        },
+        INGRESS,
+        settings,
+        startup.import_modules,
+        {"CPU": INGRESS_CPUS},
+        settings.ingress_replicas,
+        variables=ray_compat.SINGLE_EVENT_LOOP,
+        room=settings.ingress_replicas + 1,
         max_surge_percent=100,  # old replicas serve until the new ones do, which needs room for one more
-        max_replicas_per_node=spread(settings.ingress_replicas, room=settings.ingress_replicas + 1, CPU=INGRESS_CPUS),
-        **replicas_of(settings.ingress_replicas),
-        **limits_of(settings),
     )
     return ingress.bind(arguments, supervisor.bind(arguments))
 
@@ -199,10 +196,6 @@ class Supervisor:
         answers = await asyncio.gather(*asked)
         return [spec for pair in answers for spec in pair if spec]
 
-    def _used(self, specs: Sequence[ReleaseSpec]) -> set[str]:
-        """Return the parts of these releases and of those that are being admitted."""
-        return {name for spec in (*specs, *(new for new, _ in self._admissions.values())) for name in spec.parts}
-
     # ----------------------------------------------------------------------------------------------------- watch
 
     async def _keep_looking(self) -> None:
@@ -290,7 +283,9 @@ class Supervisor:
     async def _delete_unused(self, specs: Sequence[ReleaseSpec]) -> None:
         """Delete the parts that no release has used for as long as a request may take, or a switch after an admission."""
         applications = await asyncio.to_thread(lambda: serve.status().applications)
-        unused = {name for name in applications if name.startswith(f"{APPLICATION}-")} - self._used(specs)
+        admitted = (new for new, _ in self._admissions.values())
+        used = {name for spec in (*specs, *admitted) for name in spec.parts}
+        unused = {name for name in applications if name.startswith(f"{APPLICATION}-")} - used
         now = time.monotonic()
         self._unused_since = {name: self._unused_since.get(name, now) for name in unused}
         for name, since in self._unused_since.items():
@@ -367,32 +362,28 @@ async def probe(search: Callable[[SearchRequest], Awaitable[SearchResponse]], pr
     """Search all probes and measure the rankings."""
     from infembed_ray.evaluation.metrics import Change, p_mrr, trec_measures
 
-    queries = list(_queries(probes))
-    run: dict[str, dict[str, float]] = {}
-    for start in range(0, len(queries), QUERIES_AT_ONCE):
-        some = queries[start : start + QUERIES_AT_ONCE]
-        answers = await asyncio.gather(*(search(request) for _, request in some))
-        run |= {name: {hit.id: hit.score for hit in a.hits} for (name, _), a in zip(some, answers, strict=True)}
-    judged = {f"{n}": p.relevant for n, p in enumerate(probes)}
-    judged |= {f"{n} changed": p.changed_relevant for n, p in enumerate(probes) if p.changed_relevant}
-    ndcg = trec_measures({name: dict.fromkeys(ids, 1) for name, ids in judged.items()}, run, ["nDCG@10"])
-    changes = [
-        Change(f"{n}", f"{n} changed", tuple(set(p.relevant) - set(p.changed_relevant)))
-        for n, p in enumerate(probes)
-        if p.changed_instruction is not None
-    ]
-    moved = p_mrr(changes, run)
-    return ProbeFigures(
-        100 * fmean(values["nDCG@10"] for values in ndcg.values()), 100 * fmean(moved.values()) if moved else None
-    )
-
-
-def _queries(probes: Sequence[Probe]) -> Iterator[tuple[str, SearchRequest]]:
-    """Yield a name and the search, for both instructions of each probe."""
+    queries: dict[str, SearchRequest] = {}
+    judged: dict[str, dict[str, int]] = {}
+    changes = []
     for number, item in enumerate(probes):
-        changed = {} if item.changed_instruction is None else {f"{number} changed": item.changed_instruction}
-        for name, instruction in {f"{number}": item.instruction, **changed}.items():
-            yield name, SearchRequest(query=item.query, instruction=instruction, top_k=PROBE_TOP_K)
+        asked = {f"{number}": (item.instruction, item.relevant)}
+        if item.changed_instruction is not None:
+            asked[f"{number} changed"] = item.changed_instruction, item.changed_relevant
+            changes.append(
+                Change(f"{number}", f"{number} changed", tuple(set(item.relevant) - set(item.changed_relevant)))
+            )
+        for name, (instruction, relevant) in asked.items():
+            queries[name] = SearchRequest(query=item.query, instruction=instruction, top_k=PROBE_TOP_K)
+            judged[name] = dict.fromkeys(relevant, 1)
+    run: dict[str, dict[str, float]] = {}
+    names = list(queries)
+    for start in range(0, len(names), QUERIES_AT_ONCE):
+        some = names[start : start + QUERIES_AT_ONCE]
+        answers = await asyncio.gather(*(search(queries[name]) for name in some))
+        run |= {name: {hit.id: hit.score for hit in a.hits} for name, a in zip(some, answers, strict=True)}
+    ndcg, moved = trec_measures(judged, run, ["nDCG@10"]), p_mrr(changes, run)
+    mean = fmean(values["nDCG@10"] for values in ndcg.values())
+    return ProbeFigures(100 * mean, 100 * fmean(moved.values()) if moved else None)
 
 
 # -------------------------------------------------------------------------------------------- one release for another
