@@ -94,12 +94,23 @@ class MetricsReporter:
             await asyncio.sleep(PUSH_S)
 
 
+class Reporting:
+    """A replica whose metrics the supervisor gets."""
+
+    _metrics: MetricsReporter
+
+    async def ready(self) -> bool:
+        """Return True once the replica has loaded what it serves."""
+        self._metrics.start()
+        return True
+
+
 def _totals(part: str, batching: BatchingEngine, **more: int) -> dict[str, tuple[str, float]]:
     totals = {**asdict(batching.counters), **more}
     return {f"infembed_{part}_{name}_total": (f"{name.replace('_', ' ')} so far", n) for name, n in totals.items()}
 
 
-class EncoderReplica:
+class EncoderReplica(Reporting):
     """A replica of the encoder."""
 
     def __init__(self, arguments: EncoderArguments) -> None:
@@ -117,11 +128,6 @@ class EncoderReplica:
         answers = await asyncio.gather(*calls, return_exceptions=True)
         sent = (Embedded, QueueFull, DeadlineExceeded)  # the API reports these errors as they are
         return [answer if isinstance(answer, sent) else _readable_error(answer) for answer in answers]
-
-    async def ready(self) -> bool:
-        """Return True once the model is loaded."""
-        self._metrics.start()
-        return True
 
 
 def _readable_error(error: BaseException) -> Exception:
@@ -147,7 +153,7 @@ def encoder_metrics(engine: EncodingEngine) -> Iterator[Metric]:
     yield chosen
 
 
-class RerankerReplica:
+class RerankerReplica(Reporting):
     """A replica of the reranker."""
 
     def __init__(self, arguments: RerankerArguments) -> None:
@@ -176,13 +182,8 @@ class RerankerReplica:
         except Exception as error:
             raise _readable_error(error) from None
 
-    async def ready(self) -> bool:
-        """Return True once the model is loaded."""
-        self._metrics.start()
-        return True
 
-
-class ShardSearch:
+class ShardSearch(Reporting):
     """A replica of one shard. `others` are the other shards of its application, which it does not call."""
 
     def __init__(self, arguments: IndexArguments, number: int, *others: DeploymentHandle) -> None:
@@ -232,11 +233,6 @@ class ShardSearch:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._shard.refresh)
         content = self._shard.get(id)
         return None if content is None else Document(content.id, content.text, content.metadata)
-
-    async def ready(self) -> bool:
-        """Return True once the shard is open."""
-        self._metrics.start()
-        return True
 
     async def state(self) -> ShardState:
         """Return the state of the shard's changes."""
