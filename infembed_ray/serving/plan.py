@@ -123,20 +123,17 @@ class Plan:
             environment |= ray_compat.haproxy_environment(client_timeout_s=2 * READ_TIMEOUT_S)
         return environment | {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}
 
-    def config(self) -> dict[str, Any]:
-        """Return the config of `serve deploy`: the API, whose supervisor starts the parts of the release."""
+    def write_config(self, file: Path) -> None:
+        """Write the config file of `serve deploy`: the API, whose supervisor starts the parts of the release."""
         release = self.release.model_copy(update={"command": ""})
-        return {
+        config = {
             "proxy_location": "EveryNode",
             "http_options": {"host": self.settings.host, "port": self.settings.port},
             "controller_options": {"runtime_env": {"env_vars": self.controller_environment}},
             "logging_config": LOGGING,
             "applications": [self.api.application(release)],
         }
-
-    def write_config(self, file: Path) -> None:
-        """Write the config file of `serve deploy`."""
-        file.write_text(yaml.safe_dump(self.config(), sort_keys=False), encoding="utf-8")
+        file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
 
     def startup_message(self) -> str:
         """Return where the API is and what it serves."""
