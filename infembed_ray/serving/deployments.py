@@ -48,9 +48,7 @@ def encoder_application(arguments: EncoderArguments) -> serve.Application:
 
 def reranker_application(arguments: RerankerArguments) -> serve.Application:
     """Build the reranker, whose replicas have the resources of the encoder's."""
-    assert arguments.settings.rerank is not None
-    replicas = arguments.settings.rerank.replicas
-    return _with_model(RerankerReplica, RERANKER, arguments.settings, replicas).bind(arguments)
+    return _with_model(RerankerReplica, RERANKER, arguments.settings, arguments.replicas).bind(arguments)
 
 
 def _with_model(

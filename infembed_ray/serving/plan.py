@@ -41,7 +41,6 @@ from infembed_ray.serving.release import (
     EncoderArguments,
     IndexArguments,
     Probe,
-    ProbeSet,
     ReleaseSpec,
     RerankerArguments,
 )
@@ -79,7 +78,7 @@ class Plan:
             raise InputError.of("host", settings.host, "open to other machines without API keys", remedy)
         if settings.gpus_per_shard and not on_a_cluster():  # there, GPU nodes have their own FAISS; replicas check it
             require_gpu_faiss()
-        probes = _probe_set(settings)
+        probes = _probes(settings.probes)
         collections: dict[str, CollectionSpec] = {}
         for name, place in settings.indexes.items():
             try:
@@ -89,9 +88,8 @@ class Plan:
         reranker = reranking.resolve(settings, collections[DEFAULT_COLLECTION].encoder.model)
         if reranker is not None:
             name = model_name(reranker.model, local(reranker.model))
-            for key, spec in collections.items():
-                card = spec.card.model_copy(update={"reranker": name})
-                collections[key] = spec.model_copy(update={"card": card})
+            for spec in collections.values():
+                spec.card.reranker = name
         api = ApiArguments(locked=locked, settings=settings)
         release = ReleaseSpec(
             settings=_for_nodes(settings, collections[DEFAULT_COLLECTION].encoder.model, reranker),
@@ -162,15 +160,15 @@ def _for_nodes(settings: ServeSettings, model: str, reranker: RerankerArguments 
     return settings.model_copy(update={**update, **checked, "host": "127.0.0.1"})
 
 
-def _probe_set(settings: ServeSettings) -> ProbeSet | None:
-    """Read the probe set, a file of rows with the fields of `Probe`.
+def _probes(file: str | None) -> list[Probe]:
+    """Read the probes, a file of rows with the fields of `Probe`; None: there are none.
 
     Raises:
         InputError: no such file, no rows, or a row that is no probe.
     """
-    if (file := settings.probes) is None:
-        return None
-    probes = []
+    probes: list[Probe] = []
+    if file is None:
+        return probes
     for number, row in enumerate(raw_rows(resolve_input(file, "probes"), "probes"), start=1):
         try:
             probes.append(Probe.model_validate(row))
@@ -182,7 +180,7 @@ def _probe_set(settings: ServeSettings) -> ProbeSet | None:
             raise InputError.of("probes", file, fault, remedy) from None
     if not probes:
         raise InputError.of("probes", file, "has no rows", "give at least one query with its relevant passages")
-    return ProbeSet(probes=probes, max_ndcg_drop=settings.max_ndcg_drop, max_p_mrr_drop=settings.max_p_mrr_drop)
+    return probes
 
 
 # ------------------------------------------------------------------------------------------- indexes and models

@@ -43,7 +43,6 @@ from infembed_ray.serving.release import (
     SUPERVISOR,
     ApiArguments,
     Probe,
-    ProbeSet,
     ReleaseSpec,
 )
 from infembed_ray.serving.replicas import Ingress
@@ -163,7 +162,7 @@ class Supervisor:
                 raise StartError(f"{new.versions} is not the latest version; {current.versions} serves on")
             await asyncio.to_thread(_start, current, new)
             if current and new.probes and current.fingerprint != new.fingerprint and pair not in self._passed:
-                await self._compare(current, new.probes, new)
+                await self._compare(current, new)
                 self._passed.add(pair)
         except BaseException as error:
             del self._admissions[pair]
@@ -174,19 +173,19 @@ class Supervisor:
             raise
         del self._admissions[pair]
 
-    async def _compare(self, current: ReleaseSpec, probes: ProbeSet, new: ReleaseSpec) -> None:
+    async def _compare(self, current: ReleaseSpec, new: ReleaseSpec) -> None:
         """StartError if the new release ranks the probes worse than the current one, or does not answer them."""
         figures = []
         for spec in (current, new):
             opened = open_release(spec, self._arguments.settings, self._ingress)
             try:
-                figures.append(await probe(opened[DEFAULT_COLLECTION].search, probes.probes))
+                figures.append(await probe(opened[DEFAULT_COLLECTION].search, new.probes))
             except Exception as error:
                 raise StartError(f"the probes are not answered: {in_one_line(error)}") from error
         before, after = figures
-        queries = counted(len(probes.probes), "probe")
+        queries = counted(len(new.probes), "probe")
         log.warning("nDCG@10 on %s: %.1f, of the current release %.1f", queries, after.ndcg, before.ndcg)
-        if fault := worse_rankings(before, after, probes):
+        if fault := worse_rankings(before, after, new.settings):
             raise StartError(f"{fault}; {current.versions} serves on")
 
     async def _specs(self) -> list[ReleaseSpec]:
@@ -340,7 +339,7 @@ class ProbeFigures(NamedTuple):
     """p-MRR over the probes whose changed instruction takes relevance away; None if there are none."""
 
 
-def worse_rankings(current: ProbeFigures, new: ProbeFigures, limits: ProbeSet) -> str | None:
+def worse_rankings(current: ProbeFigures, new: ProbeFigures, limits: ServeSettings) -> str | None:
     """Return why the new release must not replace the current one; None if its rankings are good enough."""
     if current.ndcg == new.ndcg == 0:
         return (

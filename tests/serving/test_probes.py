@@ -10,7 +10,7 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.serving import schema
 from infembed_ray.serving.plan import Plan
-from infembed_ray.serving.release import Probe, ProbeSet
+from infembed_ray.serving.release import Probe
 from infembed_ray.serving.supervisor import ProbeFigures, probe, worse_rankings
 
 
@@ -96,7 +96,7 @@ def test_a_file_that_is_no_probe_set_is_refused(
 
 
 def test_a_release_that_ranks_the_probes_worse_is_refused() -> None:
-    limits = ProbeSet(probes=[], max_ndcg_drop=1, max_p_mrr_drop=2)
+    limits = ServeSettings(index="", max_ndcg_drop=1, max_p_mrr_drop=2)
     before = ProbeFigures(80.0, 30.0)
     assert worse_rankings(before, ProbeFigures(79.0, 28.0), limits) is None
     assert worse_rankings(before, ProbeFigures(90.0, None), limits) is None

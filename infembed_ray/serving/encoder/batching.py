@@ -141,7 +141,8 @@ class BatchingEngine:
     def require_capacity(self, sequences: int, timeout_s: float | None = None) -> None:
         """QueueFull if a request of this many sequences would wait too long; without a time-out it may wait for any time."""
         wait = self._wait_s(sequences)
-        if timeout_s is not None and wait > min(max(MAX_WAIT_S, self._work_s(sequences)), timeout_s / 2):
+        work = sequences * self.counters.seconds / max(self.counters.texts, 1)  # in the model, of average length
+        if timeout_s is not None and wait > min(max(MAX_WAIT_S, work), timeout_s / 2):
             self.counters.refused += 1
             raise QueueFull(wait)
 
@@ -248,7 +249,3 @@ class BatchingEngine:
         if tokens <= self._batch_tokens or not self._done:
             return 0.0
         return (self._in_model + tokens) * self._done_s / self._done
-
-    def _work_s(self, sequences: int) -> float:
-        """Predict the time in the model of this many sequences of average length."""
-        return sequences * self.counters.seconds / max(self.counters.texts, 1)

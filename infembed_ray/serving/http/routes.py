@@ -202,13 +202,10 @@ def add_model_routes(api: APIRouter, collections: Collections) -> None:
 def add_status_routes(api: APIRouter, collections: Collections, deployment: Callable[[], str]) -> None:
     """Add health and metrics."""
 
-    def health() -> Response:
-        return json_response(schema.HealthResponse(deployment=deployment()))
-
     @api.get("/healthz", response_model=schema.HealthResponse, responses=error_responses())
     async def healthz() -> Response:
         """Liveness: the API process answers."""
-        return health()
+        return json_response(schema.HealthResponse(deployment=deployment()))
 
     @api.get("/readyz", response_model=schema.HealthResponse, responses=error_responses())
     async def readyz() -> Response:
@@ -222,7 +219,7 @@ def add_status_routes(api: APIRouter, collections: Collections, deployment: Call
                 # The path needs no key, so the answer names the index version and not the collection.
                 version = "" if name == DEFAULT_COLLECTION else f"index {service.card.index_version}: "
                 raise Stuck(version + fault)
-        return health()
+        return await healthz()
 
     @api.get(
         "/metrics",
