@@ -72,9 +72,8 @@ class Plan:
         """
         locked = locked or bool(ApiKeys.load(settings.api_keys_env, settings.api_keys_file))
         if not locked and not is_loopback(settings.host):
-            remedy = (
-                f"set {settings.api_keys_env or 'api_keys_env and its variable'} to key1,key2,... or host=127.0.0.1"
-            )
+            variable = settings.api_keys_env or "api_keys_env and its variable"
+            remedy = f"set {variable} to key1,key2,... or host=127.0.0.1"
             raise InputError.of("host", settings.host, "open to other machines without API keys", remedy)
         if settings.gpus_per_shard and not on_a_cluster():  # there, GPU nodes have their own FAISS; replicas check it
             require_gpu_faiss()
@@ -114,9 +113,8 @@ class Plan:
 
         RAY_SERVE_* variables of this process take precedence.
         """
-        environment = ray_compat.GRPC_CALLS | {
-            ray_compat.PROXY_MIDDLEWARE_VARIABLE: "infembed_ray.serving.edge:middlewares"
-        }
+        middleware = {ray_compat.PROXY_MIDDLEWARE_VARIABLE: "infembed_ray.serving.edge:middlewares"}
+        environment = ray_compat.GRPC_CALLS | middleware
         if self.settings.ha_proxy:
             environment |= ray_compat.haproxy_environment(client_timeout_s=2 * READ_TIMEOUT_S)
         return environment | {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}
@@ -145,10 +143,9 @@ class Plan:
 
 def _for_nodes(settings: ServeSettings, model: str, reranker: RerankerArguments | None) -> ServeSettings:
     """Return the settings as the supervisor resolves them again: absolute places, without what was checked already."""
-    indexes = {
-        name: place if is_address(place) else address(open_place(place, "index"))
-        for name, place in settings.indexes.items()
-    }
+    indexes = dict(settings.indexes)
+    for name in [name for name, place in indexes.items() if not is_address(place)]:
+        indexes[name] = address(open_place(indexes[name], "index"))
     update: dict[str, Any] = {"index": indexes.pop(DEFAULT_COLLECTION), "collections": indexes}
     if settings.model:
         update["model"] = model

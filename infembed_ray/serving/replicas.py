@@ -138,9 +138,8 @@ def _readable_error(error: BaseException) -> Exception:
 
 def encoder_metrics(engine: EncodingEngine) -> Iterator[Metric]:
     """Yield the metrics of an encoding engine."""
-    hits, misses, size = (
-        (engine.prefixes.hits, engine.prefixes.misses, engine.prefixes.bytes) if engine.prefixes else (0, 0, 0)
-    )
+    cache = engine.prefixes
+    hits, misses, size = (cache.hits, cache.misses, cache.bytes) if cache else (0, 0, 0)
     yield from readings(
         {
             "infembed_encoder_waiting": ("Texts in the queue.", engine.batching.waiting),
@@ -334,6 +333,7 @@ class Ingress:
             lambda: self._now[0].fingerprint,
             self._keys,
             settings.request_timeout_s,
+            metrics=lambda: self._supervisor("metrics"),
             registry=self._reporter.registry,
             request_ids=settings.ha_proxy,  # Serve's own proxy adds them
         )
@@ -349,7 +349,7 @@ class Ingress:
         if self._switching is not None:
             self._switching.cancel()
         self._wanted = spec = ReleaseSpec.model_validate(user_config)
-        new = open_release(spec, self._arguments.settings, self._supervisor)
+        new = open_release(spec, self._arguments.settings)
         self._switching = asyncio.get_running_loop().create_task(self._switch_to(spec, new))
         if self._served is None:
             await self._switching
@@ -412,9 +412,8 @@ class Ingress:
             }
         )
         if stage := releases[DEFAULT_COLLECTION].reranker:  # one for all collections
-            outcomes = CounterMetricFamily(
-                "infembed_rerank_searches", "Searches to re-rank, by outcome.", labels=["outcome"]
-            )
+            what = "Searches to re-rank, by outcome."
+            outcomes = CounterMetricFamily("infembed_rerank_searches", what, labels=["outcome"])
             for outcome in OUTCOMES:
                 outcomes.add_metric([outcome], stage.counts[outcome])
             yield outcomes

@@ -177,7 +177,7 @@ class Supervisor:
         """StartError if the new release ranks the probes worse than the current one, or does not answer them."""
         figures = []
         for spec in (current, new):
-            opened = open_release(spec, self._arguments.settings, self._ingress)
+            opened = open_release(spec, self._arguments.settings)
             try:
                 figures.append(await probe(opened[DEFAULT_COLLECTION].search, new.probes))
             except Exception as error:
@@ -443,9 +443,8 @@ def switch_to(arguments: ApiArguments, release: ReleaseSpec | None) -> None:
         application = {**before, "deployments": application["deployments"]}
     else:
         environment = ray.get_runtime_context().runtime_env
-        application["runtime_env"] = {
-            name: environment[name] for name in ("working_dir", "py_modules") if name in environment
-        }
+        code = environment.keys() & {"working_dir", "py_modules"}
+        application["runtime_env"] = {name: environment[name] for name in code}
     ray_compat.apply_configs({**configs, APPLICATION: application})
     if release is not None:
         wait_until_running(APPLICATION)
@@ -485,9 +484,8 @@ def _start(current: ReleaseSpec | None, new: ReleaseSpec) -> None:
         InputError, StartError: as `wait_until_running`.
     """
     states = {name: state.status for name, state in serve.status().applications.items()}
-    ended = {
-        name for name in new.parts if states.get(name) in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.DELETING)
-    }
+    over = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.DELETING)
+    ended = {name for name in new.parts if states.get(name) in over}
     missing = {name: part for name, part in new.parts.items() if name in ended or name not in states}
     if missing:
         require_room(new, current)

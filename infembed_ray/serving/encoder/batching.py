@@ -214,7 +214,13 @@ class BatchingEngine:
                 if rest := [w for w in half if not w.request.result.done()]:
                     await self._answer(rest)
         else:
-            self._count(len(batch), sum(w.cost for w in batch), time.perf_counter() - start)
+            tokens, seconds = sum(w.cost for w in batch), time.perf_counter() - start
+            self.counters.batches += 1
+            self.counters.texts += len(batch)
+            self.counters.tokens += tokens
+            self.counters.seconds += seconds
+            self._done = _RATE_DECAY * self._done + tokens
+            self._done_s = _RATE_DECAY * self._done_s + seconds
 
     def _next_batch(self) -> list[_Waiting]:
         """Take the sequences whose turn comes next from the queue, as many as a batch holds."""
@@ -233,14 +239,6 @@ class BatchingEngine:
         self._turn = first.turn
         self._take(batch)
         return batch
-
-    def _count(self, texts: int, tokens: int, seconds: float) -> None:
-        self.counters.batches += 1
-        self.counters.texts += texts
-        self.counters.tokens += tokens
-        self.counters.seconds += seconds
-        self._done = _RATE_DECAY * self._done + tokens
-        self._done_s = _RATE_DECAY * self._done_s + seconds
 
     def _wait_s(self, sequences: int) -> float:
         """Predict the wait of a new request with this many sequences; 0 if less than a batch is ahead of it."""

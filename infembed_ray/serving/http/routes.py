@@ -5,7 +5,7 @@ Each request reads the current service of its collection once, so it is answered
 
 import asyncio
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -199,7 +199,9 @@ def add_model_routes(api: APIRouter, collections: Collections) -> None:
         return json_response(cards[model])
 
 
-def add_status_routes(api: APIRouter, collections: Collections, deployment: Callable[[], str]) -> None:
+def add_status_routes(
+    api: APIRouter, collections: Collections, deployment: Callable[[], str], page: Callable[[], Awaitable[bytes]]
+) -> None:
     """Add health and metrics."""
 
     @api.get("/healthz", response_model=schema.HealthResponse, responses=error_responses())
@@ -231,7 +233,7 @@ def add_status_routes(api: APIRouter, collections: Collections, deployment: Call
     )
     async def metrics() -> Response:
         """Return the metrics of all replicas for Prometheus. It needs an API key if the API does."""
-        return Response(await collections.all()[DEFAULT_COLLECTION].metrics(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await page(), media_type=CONTENT_TYPE_LATEST)
 
 
 async def _delete(service: Release, ids: list[str]) -> Response:

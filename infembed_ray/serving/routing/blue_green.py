@@ -44,18 +44,15 @@ FULL = 5
 log = logging.getLogger(__name__)
 
 
-def open_release(spec: ReleaseSpec, settings: ServeSettings, supervisor: RemoteDeployment) -> dict[str, Release]:
+def open_release(spec: ReleaseSpec, settings: ServeSettings) -> dict[str, Release]:
     """Return the service of each collection, the default one first.
 
     Their encoders and shards are the Serve deployments that the spec names. Collections with the same encoder share its calls
     and its query cache, and all share the re-ranking stage.
     """
-    encoders = {
-        name: EncoderCalls(
-            RemoteDeployment.named(ENCODER, name), replicas=settings.max_encoder_replicas or settings.encoder_replicas
-        )
-        for name in spec.encoders
-    }
+    replicas = settings.max_encoder_replicas or settings.encoder_replicas
+    remote = {name: RemoteDeployment.named(ENCODER, name) for name in spec.encoders}
+    encoders = {name: EncoderCalls(encoder, replicas=replicas) for name, encoder in remote.items()}
     reranker = None
     if spec.rerank and spec.reranker:
         reranker = RerankStage(spec.rerank, RemoteDeployment.named(RERANKER, spec.reranker.application))
@@ -64,7 +61,6 @@ def open_release(spec: ReleaseSpec, settings: ServeSettings, supervisor: RemoteD
             one,
             encoders[one.encoder.application],
             [RemoteDeployment.named(shard, one.index.application) for shard in one.shards],
-            supervisor,
             settings,
             reranker,
         )
@@ -81,7 +77,6 @@ class Release:
     Args:
         encoder, reranker: may be shared with the releases of other collections.
         shards: as `FanOut` takes them; each also has `document(id)`, `state() -> ShardState` and `ready()`.
-        metrics: has `metrics() -> bytes`.
     """
 
     def __init__(
@@ -89,7 +84,6 @@ class Release:
         spec: CollectionSpec,
         encoder: EncoderCalls,
         shards: Sequence[Deployment],
-        metrics: Deployment,
         settings: ServeSettings,
         reranker: RerankStage | None = None,
     ) -> None:
@@ -100,7 +94,6 @@ class Release:
         # The settings are the API's, and a roll-back may lead to an index without words.
         self._hybrid = settings.ranking.hybrid if spec.card.lexical else 0.0
         self._shards = shards
-        self._metrics = metrics
         self._timeout_s = DEADLINE_SHARE * settings.request_timeout_s
         self._log = spec.changes and ChangeLog(
             place_of(spec.changes), spec.card.metadata, spec.card.dimension, len(shards)
@@ -219,11 +212,6 @@ class Release:
         """Documents that differ from the index version, on average per shard."""
         await self._know_states()
         return self._changed / len(self._shards)
-
-    async def metrics(self) -> bytes:
-        """Return the metrics of all replicas in Prometheus text format."""
-        page: bytes = await self._metrics("metrics")
-        return page
 
     @property
     def _changed(self) -> int:

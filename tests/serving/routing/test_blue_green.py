@@ -125,7 +125,7 @@ class World:
 
     def release(self, calls: EncoderCalls, reranker: RerankStage | None = None, **settings: Any) -> Release:
         given = ServeSettings(index="", **{"request_timeout_s": 20, **settings})
-        return Release(self.spec, calls, self.shards, self.encoder, given, reranker)
+        return Release(self.spec, calls, self.shards, given, reranker)
 
     def open(self, **options: Any) -> Release:
         return self.release(self.calls(), **options)
@@ -325,7 +325,7 @@ async def test_with_a_damaged_log_changes_are_rejected_and_searches_work(
     monkeypatch.setattr(blue_green, "STATE_MAX_AGE_S", 0.0)
     document = {"id": "new", "text": "text new"}
     release = world.open()
-    app = create_app(lambda: {"index": release}, lambda: "d", ApiKeys())
+    app = create_app(lambda: {"index": release}, lambda: "d", ApiKeys(), metrics=AsyncMock())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
         put = partial(client.put, "/v1/documents", json={"documents": [document]})
         assert (await put()).status_code == 200
@@ -353,7 +353,7 @@ async def test_with_a_damaged_log_changes_are_rejected_and_searches_work(
 async def test_a_change_that_cannot_be_written_says_why_and_not_where(world: World) -> None:
     Path(world.spec.changes or "").write_text("no directory")
     release = world.open()
-    app = create_app(lambda: {"index": release}, lambda: "d", ApiKeys())
+    app = create_app(lambda: {"index": release}, lambda: "d", ApiKeys(), metrics=AsyncMock())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
         for shard in world.shards:
             shard.failing = [ReplicaLost()]  # so that only the writer notices it
@@ -455,7 +455,7 @@ def collections(worlds: dict[str, World], encoder: str = "e") -> dict[str, Relea
     default, news = (world.spec for world in worlds.values())
     news = news.model_copy(update={"encoder": news.encoder.model_copy(update={"fingerprint": encoder})})
     spec = ReleaseSpec(api="a", collections={"index": default, "news": news})
-    return blue_green.open_release(spec, ServeSettings(index=""), AsyncMock())
+    return blue_green.open_release(spec, ServeSettings(index=""))
 
 
 async def test_collections_share_an_encoder_and_its_cache_but_neither_documents_nor_changes(
