@@ -210,7 +210,10 @@ def http_page() -> str:
     from infembed_ray.serving.http.auth import ApiKeys
     from infembed_ray.serving.http.errors import CODES, STATUSES
 
-    api = create_app(dict, lambda: "docs", ApiKeys(["key"])).openapi()
+    async def metrics() -> bytes:
+        raise NotImplementedError  # nothing is asked
+
+    api = create_app(dict, lambda: "docs", ApiKeys(["key"]), metrics=metrics).openapi()
     lines = ["# HTTP API\n", api["info"]["description"].strip() + "\n", "## Requests\n"]
     requests = [(f"`{m.upper()} {path}`", one) for path, methods in api["paths"].items() for m, one in methods.items()]
     every = set.intersection(*(set(errors(operation)) for _, operation in requests))

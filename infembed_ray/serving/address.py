@@ -26,10 +26,9 @@ def require_free_port(host: str, port: int, timeout_s: float = 0.0) -> None:
                 return
             except OSError as error:
                 if time.monotonic() >= deadline:
+                    fault = f"cannot be bound at {host} ({error.strerror})"
                     remedy = "stop the process that listens there, or set another port=..."
-                    raise InputError.of(
-                        "port", port, f"cannot be bound at {host} ({error.strerror})", remedy
-                    ) from error
+                    raise InputError.of("port", port, fault, remedy) from error
         time.sleep(POLL_S)
 
 

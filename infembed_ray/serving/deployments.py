@@ -39,61 +39,39 @@ NODE_GROUP = "ray.io/node-group"
 """Label of nodes that KubeRay or the cluster launcher started; those clusters may still grow."""
 
 
-def encoder_application(arguments: EncoderArguments | Mapping[str, Any]) -> serve.Application:
-    """Build the encoder; `serve deploy` passes the arguments as a mapping."""
-    arguments = EncoderArguments.model_validate(arguments)
+def encoder_application(arguments: EncoderArguments) -> serve.Application:
+    """Build the encoder."""
     settings = arguments.settings
     replicas = settings.encoder_replicas, settings.max_encoder_replicas
     return _with_model(EncoderReplica, ENCODER, settings, *replicas).bind(arguments)
 
 
-def reranker_application(arguments: RerankerArguments | Mapping[str, Any]) -> serve.Application:
+def reranker_application(arguments: RerankerArguments) -> serve.Application:
     """Build the reranker, whose replicas have the resources of the encoder's."""
-    arguments = RerankerArguments.model_validate(arguments)
-    assert arguments.settings.rerank is not None
-    replicas = arguments.settings.rerank.replicas
-    return _with_model(RerankerReplica, RERANKER, arguments.settings, replicas).bind(arguments)
+    return _with_model(RerankerReplica, RERANKER, arguments.settings, arguments.replicas).bind(arguments)
 
 
 def _with_model(
     replica: type[Any], name: str, settings: ServeSettings, smallest: int, largest: int | None = None
 ) -> serve.Deployment:
-    cpus, gpus = settings.cpus_per_encoder, settings.gpus_per_encoder
-    return serve.deployment(
-        replica,
-        name=name,
-        ray_actor_options=_actor(cpus, gpus, startup.import_model_modules),
-        max_replicas_per_node=spread(largest or smallest, CPU=cpus, GPU=gpus),
-        **replicas_of(smallest, largest),
-        **limits_of(settings),
-    )
+    resources = {"CPU": settings.cpus_per_encoder, "GPU": settings.gpus_per_encoder}
+    return deployment(replica, name, settings, startup.import_model_modules, resources, smallest, largest)
 
 
-def index_application(arguments: IndexArguments | Mapping[str, Any]) -> serve.Application:
+def index_application(arguments: IndexArguments) -> serve.Application:
     """Build the shards of an index, one deployment each."""
-    arguments = IndexArguments.model_validate(arguments)
     settings = arguments.settings
-    cpus, gpus = settings.cpus_per_shard, settings.gpus_per_shard
+    resources = {"CPU": settings.cpus_per_shard, "GPU": settings.gpus_per_shard}
     in_engine = is_address(arguments.index)
     names = [STORE] if in_engine else [facts.name for facts in Index.describe(arguments.index).facts.shards]
+    replica = StoreSearch if in_engine else ShardSearch
     shards = [
-        serve.deployment(
-            StoreSearch if in_engine else ShardSearch,
-            name=name,
-            ray_actor_options=_actor(cpus, gpus, startup.import_modules),
-            max_replicas_per_node=spread(settings.shard_replicas, CPU=cpus, GPU=gpus),
-            **replicas_of(settings.shard_replicas),
-            **limits_of(settings),
-        )
+        deployment(replica, name, settings, startup.import_modules, resources, settings.shard_replicas)
         for name in names
     ]
     # An application is a graph with one root. Any shard can be the root, because shards do not call each other.
     *others, last = range(len(shards))
     return shards[last].bind(arguments, last, *(shards[other].bind(arguments, other) for other in others))
-
-
-def _actor(cpus: float, gpus: float, imports: Callable[[], None]) -> dict[str, Any]:
-    return {"num_cpus": cpus, "num_gpus": gpus, "runtime_env": {"env_vars": environment(imports, cpus)}}
 
 
 def require_room(new: ReleaseSpec, current: ReleaseSpec | None = None) -> None:
@@ -152,26 +130,49 @@ def environment(imports: Callable[[], None], cpus: float) -> dict[str, str]:
     }
 
 
-def replicas_of(smallest: int, largest: int | None = None) -> dict[str, Any]:
-    """Return the options of a deployment with so many replicas, autoscaled if `largest` is larger."""
+def deployment(
+    replica: type[Any],
+    name: str,
+    settings: ServeSettings,
+    imports: Callable[[], None],
+    resources: Mapping[str, float],
+    smallest: int,
+    largest: int | None = None,
+    *,
+    variables: Mapping[str, str] | None = None,
+    room: int | None = None,
+    **options: Any,
+) -> serve.Deployment:
+    """Return a deployment with so many replicas, autoscaled if `largest` is larger, with bounds on its calls, start and end.
+
+    Args:
+        imports: as `environment` takes it.
+        resources: amount of each Ray resource that a replica reserves, CPU among them.
+        variables: more variables of the replicas' environment.
+        room: as `spread` takes it.
+        options: more options of Serve.
+    """
     if largest is None or largest <= smallest:
-        return {"num_replicas": smallest}
-    scaling = AutoscalingConfig(
-        min_replicas=smallest,
-        max_replicas=largest,
-        target_ongoing_requests=TARGET_CALLS_PER_ENCODER,
-        upscale_delay_s=10,
-        downscale_delay_s=120,
+        options["num_replicas"] = smallest
+    else:
+        options["autoscaling_config"] = AutoscalingConfig(
+            min_replicas=smallest,
+            max_replicas=largest,
+            target_ongoing_requests=TARGET_CALLS_PER_ENCODER,
+            upscale_delay_s=10,
+            downscale_delay_s=120,
+        )
+    cpus, gpus = resources["CPU"], resources.get("GPU", 0.0)
+    own = {**(variables or {}), **environment(imports, cpus)}
+    return serve.deployment(
+        replica,
+        name=name,
+        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus, "runtime_env": {"env_vars": own}},
+        max_replicas_per_node=spread(largest or smallest, room, **resources),
+        max_ongoing_requests=MAX_ONGOING_CALLS,
+        max_constructor_retry_count=CONSTRUCTOR_ATTEMPTS,
+        health_check_period_s=2,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=settings.request_timeout_s,
+        **options,
     )
-    return {"autoscaling_config": scaling}
-
-
-def limits_of(settings: ServeSettings) -> dict[str, Any]:
-    """Return the options of a deployment that bound its calls, its start and its end."""
-    return {
-        "max_ongoing_requests": MAX_ONGOING_CALLS,
-        "max_constructor_retry_count": CONSTRUCTOR_ATTEMPTS,
-        "health_check_period_s": 2,
-        "graceful_shutdown_wait_loop_s": 0.1,
-        "graceful_shutdown_timeout_s": settings.request_timeout_s,
-    }

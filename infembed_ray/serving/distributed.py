@@ -115,9 +115,8 @@ def _stop_if_current(plan: Plan) -> None:
 def _wait_for_interrupt() -> None:
     """Wait for SIGINT or SIGTERM."""
     interrupted = threading.Event()
-    previous = {
-        number: signal.signal(number, lambda *_: interrupted.set()) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.signal(number, lambda *_: interrupted.set()) for number in numbers}
     try:
         while not interrupted.wait(1):  # handlers run between two waits, also for a signal that another thread received
             pass

@@ -159,11 +159,6 @@ class ConcurrencyLimit:
         recovered = min(1.0, (monotonic() - self._overloaded_at) / RECOVERY_S)
         return min(MAX_LIMIT, self._limit_at_overload + (MAX_LIMIT - MIN_LIMIT) * recovered**3)
 
-    @property
-    def full(self) -> bool:
-        """Whether one more request would exceed the limit."""
-        return self.in_flight >= self.limit
-
     def decrease(self) -> None:
         """Lower the limit to one below itself or below the requests in flight, whichever is less."""
         self._limit_at_overload = max(MIN_LIMIT, min(self.limit, self.in_flight) - 1)
@@ -185,7 +180,7 @@ class AdmissionControl:
         limit = self._limits.get(_without_collection(scope["path"])) if scope["type"] == "http" else None
         if limit is None:
             return await self._app(scope, receive, send)
-        if limit.full:
+        if limit.in_flight >= limit.limit:
             return await self._rejection(scope, receive, send)
         answered = False
 

@@ -41,7 +41,6 @@ from infembed_ray.serving.release import (
     EncoderArguments,
     IndexArguments,
     Probe,
-    ProbeSet,
     ReleaseSpec,
     RerankerArguments,
 )
@@ -73,13 +72,12 @@ class Plan:
         """
         locked = locked or bool(ApiKeys.load(settings.api_keys_env, settings.api_keys_file))
         if not locked and not is_loopback(settings.host):
-            remedy = (
-                f"set {settings.api_keys_env or 'api_keys_env and its variable'} to key1,key2,... or host=127.0.0.1"
-            )
+            variable = settings.api_keys_env or "api_keys_env and its variable"
+            remedy = f"set {variable} to key1,key2,... or host=127.0.0.1"
             raise InputError.of("host", settings.host, "open to other machines without API keys", remedy)
         if settings.gpus_per_shard and not on_a_cluster():  # there, GPU nodes have their own FAISS; replicas check it
             require_gpu_faiss()
-        probes = _probe_set(settings)
+        probes = _probes(settings.probes)
         collections: dict[str, CollectionSpec] = {}
         for name, place in settings.indexes.items():
             try:
@@ -89,9 +87,8 @@ class Plan:
         reranker = reranking.resolve(settings, collections[DEFAULT_COLLECTION].encoder.model)
         if reranker is not None:
             name = model_name(reranker.model, local(reranker.model))
-            for key, spec in collections.items():
-                card = spec.card.model_copy(update={"reranker": name})
-                collections[key] = spec.model_copy(update={"card": card})
+            for spec in collections.values():
+                spec.card.reranker = name
         api = ApiArguments(locked=locked, settings=settings)
         release = ReleaseSpec(
             settings=_for_nodes(settings, collections[DEFAULT_COLLECTION].encoder.model, reranker),
@@ -116,27 +113,23 @@ class Plan:
 
         RAY_SERVE_* variables of this process take precedence.
         """
-        environment = ray_compat.GRPC_CALLS | {
-            ray_compat.PROXY_MIDDLEWARE_VARIABLE: "infembed_ray.serving.edge:middlewares"
-        }
+        middleware = {ray_compat.PROXY_MIDDLEWARE_VARIABLE: "infembed_ray.serving.edge:middlewares"}
+        environment = ray_compat.GRPC_CALLS | middleware
         if self.settings.ha_proxy:
             environment |= ray_compat.haproxy_environment(client_timeout_s=2 * READ_TIMEOUT_S)
         return environment | {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")}
 
-    def config(self) -> dict[str, Any]:
-        """Return the config of `serve deploy`: the API, whose supervisor starts the parts of the release."""
+    def write_config(self, file: Path) -> None:
+        """Write the config file of `serve deploy`: the API, whose supervisor starts the parts of the release."""
         release = self.release.model_copy(update={"command": ""})
-        return {
+        config = {
             "proxy_location": "EveryNode",
             "http_options": {"host": self.settings.host, "port": self.settings.port},
             "controller_options": {"runtime_env": {"env_vars": self.controller_environment}},
             "logging_config": LOGGING,
             "applications": [self.api.application(release)],
         }
-
-    def write_config(self, file: Path) -> None:
-        """Write the config file of `serve deploy`."""
-        file.write_text(yaml.safe_dump(self.config(), sort_keys=False), encoding="utf-8")
+        file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
 
     def startup_message(self) -> str:
         """Return where the API is and what it serves."""
@@ -150,10 +143,9 @@ class Plan:
 
 def _for_nodes(settings: ServeSettings, model: str, reranker: RerankerArguments | None) -> ServeSettings:
     """Return the settings as the supervisor resolves them again: absolute places, without what was checked already."""
-    indexes = {
-        name: place if is_address(place) else address(open_place(place, "index"))
-        for name, place in settings.indexes.items()
-    }
+    indexes = dict(settings.indexes)
+    for name in [name for name, place in indexes.items() if not is_address(place)]:
+        indexes[name] = address(open_place(indexes[name], "index"))
     update: dict[str, Any] = {"index": indexes.pop(DEFAULT_COLLECTION), "collections": indexes}
     if settings.model:
         update["model"] = model
@@ -165,15 +157,15 @@ def _for_nodes(settings: ServeSettings, model: str, reranker: RerankerArguments 
     return settings.model_copy(update={**update, **checked, "host": "127.0.0.1"})
 
 
-def _probe_set(settings: ServeSettings) -> ProbeSet | None:
-    """Read the probe set, a file of rows with the fields of `Probe`.
+def _probes(file: str | None) -> list[Probe]:
+    """Read the probes, a file of rows with the fields of `Probe`; None: there are none.
 
     Raises:
         InputError: no such file, no rows, or a row that is no probe.
     """
-    if (file := settings.probes) is None:
-        return None
-    probes = []
+    probes: list[Probe] = []
+    if file is None:
+        return probes
     for number, row in enumerate(raw_rows(resolve_input(file, "probes"), "probes"), start=1):
         try:
             probes.append(Probe.model_validate(row))
@@ -185,7 +177,7 @@ def _probe_set(settings: ServeSettings) -> ProbeSet | None:
             raise InputError.of("probes", file, fault, remedy) from None
     if not probes:
         raise InputError.of("probes", file, "has no rows", "give at least one query with its relevant passages")
-    return ProbeSet(probes=probes, max_ndcg_drop=settings.max_ndcg_drop, max_p_mrr_drop=settings.max_p_mrr_drop)
+    return probes
 
 
 # ------------------------------------------------------------------------------------------- indexes and models

@@ -96,7 +96,7 @@ class RerankerArguments(Arguments):
     """Arguments of a reranker."""
 
     builder: ClassVar[str] = "infembed_ray.serving.deployments:reranker_application"
-    relevant: ClassVar[set[str]] = {"rerank", "cpus_per_encoder", "gpus_per_encoder", "request_timeout_s"}
+    relevant: ClassVar[set[str]] = {"cpus_per_encoder", "gpus_per_encoder", "request_timeout_s"}
     places: ClassVar[set[str]] = {"model"}
     model: str
     """Directory, URI in an object store, or hub name."""
@@ -104,13 +104,7 @@ class RerankerArguments(Arguments):
     """Hash of the model's files and of the settings that decide the scores."""
     reranker: dict[str, Any] | None = None
     """Settings of a cross-encoder but its model, as of a model of `infembed evaluate`; None: late interaction."""
-
-    @field_validator("settings")
-    @classmethod
-    def _keep_relevant(cls, settings: ServeSettings) -> ServeSettings:
-        assert settings.rerank is not None
-        of_replicas = RerankSettings(kind=settings.rerank.kind, replicas=settings.rerank.replicas)
-        return ServeSettings(index="", **settings.model_dump(include=cls.relevant - {"rerank"}), rerank=of_replicas)
+    replicas: int
 
     @property
     def application(self) -> str:
@@ -161,16 +155,6 @@ class Probe(BaseModel):
         return self
 
 
-class ProbeSet(BaseModel):
-    """Queries that a release must rank as well as the one that it replaces, and what it may lose (x100)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    probes: list[Probe]
-    max_ndcg_drop: float
-    max_p_mrr_drop: float
-
-
 class Reservation(NamedTuple):
     """Amount of a Ray resource that each replica of an application reserves, because of a setting."""
 
@@ -207,7 +191,8 @@ class ReleaseSpec(BaseModel):
     collections: dict[str, CollectionSpec]
     reranker: RerankerArguments | None = None
     rerank: RerankSettings | None = None
-    probes: ProbeSet | None = None
+    probes: list[Probe] = []
+    """Queries that it must rank as well as the one that it replaces, but for what its settings allow it to lose."""
     command: str = ""
     """Id of the command that serves it. Empty: a config file names it, so its index versions must stay, because a cluster
     that restarts begins with them."""
@@ -252,8 +237,8 @@ class ReleaseSpec(BaseModel):
             replicas = own.encoder_replicas
             if name in shards:
                 replicas = own.shard_replicas * shards[name]
-            elif isinstance(part, RerankerArguments) and own.rerank:
-                replicas = own.rerank.replicas
+            elif isinstance(part, RerankerArguments):
+                replicas = part.replicas
             for resource, setting in (("CPU", f"cpus_per_{kind}"), ("GPU", f"gpus_per_{kind}")):
                 reserved.add(Reservation(name, setting, resource, replicas, getattr(own, setting)))
         return reserved

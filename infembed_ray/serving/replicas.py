@@ -94,12 +94,23 @@ class MetricsReporter:
             await asyncio.sleep(PUSH_S)
 
 
+class Reporting:
+    """A replica whose metrics the supervisor gets."""
+
+    _metrics: MetricsReporter
+
+    async def ready(self) -> bool:
+        """Return True once the replica has loaded what it serves."""
+        self._metrics.start()
+        return True
+
+
 def _totals(part: str, batching: BatchingEngine, **more: int) -> dict[str, tuple[str, float]]:
     totals = {**asdict(batching.counters), **more}
     return {f"infembed_{part}_{name}_total": (f"{name.replace('_', ' ')} so far", n) for name, n in totals.items()}
 
 
-class EncoderReplica:
+class EncoderReplica(Reporting):
     """A replica of the encoder."""
 
     def __init__(self, arguments: EncoderArguments) -> None:
@@ -118,11 +129,6 @@ class EncoderReplica:
         sent = (Embedded, QueueFull, DeadlineExceeded)  # the API reports these errors as they are
         return [answer if isinstance(answer, sent) else _readable_error(answer) for answer in answers]
 
-    async def ready(self) -> bool:
-        """Return True once the model is loaded."""
-        self._metrics.start()
-        return True
-
 
 def _readable_error(error: BaseException) -> Exception:
     """Log an error in full; return one that the ingress can unpickle without the model's libraries."""
@@ -132,9 +138,8 @@ def _readable_error(error: BaseException) -> Exception:
 
 def encoder_metrics(engine: EncodingEngine) -> Iterator[Metric]:
     """Yield the metrics of an encoding engine."""
-    hits, misses, size = (
-        (engine.prefixes.hits, engine.prefixes.misses, engine.prefixes.bytes) if engine.prefixes else (0, 0, 0)
-    )
+    cache = engine.prefixes
+    hits, misses, size = (cache.hits, cache.misses, cache.bytes) if cache else (0, 0, 0)
     yield from readings(
         {
             "infembed_encoder_waiting": ("Texts in the queue.", engine.batching.waiting),
@@ -147,7 +152,7 @@ def encoder_metrics(engine: EncodingEngine) -> Iterator[Metric]:
     yield chosen
 
 
-class RerankerReplica:
+class RerankerReplica(Reporting):
     """A replica of the reranker."""
 
     def __init__(self, arguments: RerankerArguments) -> None:
@@ -176,13 +181,8 @@ class RerankerReplica:
         except Exception as error:
             raise _readable_error(error) from None
 
-    async def ready(self) -> bool:
-        """Return True once the model is loaded."""
-        self._metrics.start()
-        return True
 
-
-class ShardSearch:
+class ShardSearch(Reporting):
     """A replica of one shard. `others` are the other shards of its application, which it does not call."""
 
     def __init__(self, arguments: IndexArguments, number: int, *others: DeploymentHandle) -> None:
@@ -232,11 +232,6 @@ class ShardSearch:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._shard.refresh)
         content = self._shard.get(id)
         return None if content is None else Document(content.id, content.text, content.metadata)
-
-    async def ready(self) -> bool:
-        """Return True once the shard is open."""
-        self._metrics.start()
-        return True
 
     async def state(self) -> ShardState:
         """Return the state of the shard's changes."""
@@ -338,6 +333,7 @@ class Ingress:
             lambda: self._now[0].fingerprint,
             self._keys,
             settings.request_timeout_s,
+            metrics=lambda: self._supervisor("metrics"),
             registry=self._reporter.registry,
             request_ids=settings.ha_proxy,  # Serve's own proxy adds them
         )
@@ -353,7 +349,7 @@ class Ingress:
         if self._switching is not None:
             self._switching.cancel()
         self._wanted = spec = ReleaseSpec.model_validate(user_config)
-        new = open_release(spec, self._arguments.settings, self._supervisor)
+        new = open_release(spec, self._arguments.settings)
         self._switching = asyncio.get_running_loop().create_task(self._switch_to(spec, new))
         if self._served is None:
             await self._switching
@@ -416,9 +412,8 @@ class Ingress:
             }
         )
         if stage := releases[DEFAULT_COLLECTION].reranker:  # one for all collections
-            outcomes = CounterMetricFamily(
-                "infembed_rerank_searches", "Searches to re-rank, by outcome.", labels=["outcome"]
-            )
+            what = "Searches to re-rank, by outcome."
+            outcomes = CounterMetricFamily("infembed_rerank_searches", what, labels=["outcome"])
             for outcome in OUTCOMES:
                 outcomes.add_metric([outcome], stage.counts[outcome])
             yield outcomes

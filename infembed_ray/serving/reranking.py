@@ -60,7 +60,8 @@ def _late_interaction(settings: ServeSettings, rerank: RerankSettings, served: s
     if encoder.interaction is not None:
         fault = f"late_interaction cannot read {path}: it encodes instruction and query separately"
         raise InputError.of("rerank.kind", rerank.kind, fault, "give another checkpoint as rerank.model")
-    return RerankerArguments(model=path, fingerprint=encoder.fingerprint(), settings=settings)
+    fingerprint = encoder.fingerprint()
+    return RerankerArguments(model=path, fingerprint=fingerprint, replicas=rerank.replicas, settings=settings)
 
 
 def _cross_encoder(settings: ServeSettings, rerank: RerankSettings) -> RerankerArguments:
@@ -79,7 +80,9 @@ def _cross_encoder(settings: ServeSettings, rerank: RerankSettings) -> RerankerA
         KINDS[reranker.kind](reranker, "meta", BATCH_TOKENS)  # raises if model and kind do not fit
     fingerprint = checkpoint.fingerprint(path, json.dumps(reranker.identity(), sort_keys=True))
     formats = {name: value for name, value in own.items() if name != "model"}
-    return RerankerArguments(model=path, fingerprint=fingerprint, reranker=formats, settings=settings)
+    return RerankerArguments(
+        model=path, fingerprint=fingerprint, reranker=formats, replicas=rerank.replicas, settings=settings
+    )
 
 
 def load(arguments: RerankerArguments) -> PairScorer:

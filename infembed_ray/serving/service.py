@@ -19,10 +19,6 @@ class ReplicaLost(Exception):
     """The replica that would have answered is lost or has not started; retry soon."""
 
 
-class ReadOnly(Exception):
-    """The index is read-only."""
-
-
 class Stuck(Exception):
     """The shards do not apply changes of documents; the text is the reason, in one line."""
 

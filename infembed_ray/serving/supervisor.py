@@ -10,7 +10,7 @@ import contextvars
 import logging
 import pkgutil
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from infembed_ray.ray_failures import memory_report
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.milvus import is_address
 from infembed_ray.serving import startup
-from infembed_ray.serving.deployments import environment, limits_of, replicas_of, require_room, spread
+from infembed_ray.serving.deployments import deployment, environment, require_room
 from infembed_ray.serving.encoder.batching import QueueFull
 from infembed_ray.serving.metrics import MetricsPage
 from infembed_ray.serving.plan import Plan
@@ -43,7 +43,6 @@ from infembed_ray.serving.release import (
     SUPERVISOR,
     ApiArguments,
     Probe,
-    ProbeSet,
     ReleaseSpec,
 )
 from infembed_ray.serving.replicas import Ingress
@@ -94,19 +93,16 @@ def api_application(given: Mapping[str, Any]) -> serve.Application:
         max_ongoing_requests=1000,  # an admission takes long, and metrics arrive meanwhile
         graceful_shutdown_timeout_s=2,  # all calls are made again
     )
-    ingress = serve.deployment(
+    ingress = deployment(
         Ingress,
-        name=INGRESS,
-        ray_actor_options={
-            "num_cpus": INGRESS_CPUS,
-            "runtime_env": {
-                "env_vars": ray_compat.SINGLE_EVENT_LOOP | environment(startup.import_modules, INGRESS_CPUS)
-            },
-        },
+        INGRESS,
+        settings,
+        startup.import_modules,
+        {"CPU": INGRESS_CPUS},
+        settings.ingress_replicas,
+        variables=ray_compat.SINGLE_EVENT_LOOP,
+        room=settings.ingress_replicas + 1,
         max_surge_percent=100,  # old replicas serve until the new ones do, which needs room for one more
-        max_replicas_per_node=spread(settings.ingress_replicas, room=settings.ingress_replicas + 1, CPU=INGRESS_CPUS),
-        **replicas_of(settings.ingress_replicas),
-        **limits_of(settings),
     )
     return ingress.bind(arguments, supervisor.bind(arguments))
 
@@ -166,7 +162,7 @@ class Supervisor:
                 raise StartError(f"{new.versions} is not the latest version; {current.versions} serves on")
             await asyncio.to_thread(_start, current, new)
             if current and new.probes and current.fingerprint != new.fingerprint and pair not in self._passed:
-                await self._compare(current, new.probes, new)
+                await self._compare(current, new)
                 self._passed.add(pair)
         except BaseException as error:
             del self._admissions[pair]
@@ -177,19 +173,19 @@ class Supervisor:
             raise
         del self._admissions[pair]
 
-    async def _compare(self, current: ReleaseSpec, probes: ProbeSet, new: ReleaseSpec) -> None:
+    async def _compare(self, current: ReleaseSpec, new: ReleaseSpec) -> None:
         """StartError if the new release ranks the probes worse than the current one, or does not answer them."""
         figures = []
         for spec in (current, new):
-            opened = open_release(spec, self._arguments.settings, self._ingress)
+            opened = open_release(spec, self._arguments.settings)
             try:
-                figures.append(await probe(opened[DEFAULT_COLLECTION].search, probes.probes))
+                figures.append(await probe(opened[DEFAULT_COLLECTION].search, new.probes))
             except Exception as error:
                 raise StartError(f"the probes are not answered: {in_one_line(error)}") from error
         before, after = figures
-        queries = counted(len(probes.probes), "probe")
+        queries = counted(len(new.probes), "probe")
         log.warning("nDCG@10 on %s: %.1f, of the current release %.1f", queries, after.ndcg, before.ndcg)
-        if fault := worse_rankings(before, after, probes):
+        if fault := worse_rankings(before, after, new.settings):
             raise StartError(f"{fault}; {current.versions} serves on")
 
     async def _specs(self) -> list[ReleaseSpec]:
@@ -198,10 +194,6 @@ class Supervisor:
         asked = (RetriedCalls()(lambda: self._ingress("served"), READY_TIMEOUT_S) for _ in range(times))
         answers = await asyncio.gather(*asked)
         return [spec for pair in answers for spec in pair if spec]
-
-    def _used(self, specs: Sequence[ReleaseSpec]) -> set[str]:
-        """Return the parts of these releases and of those that are being admitted."""
-        return {name for spec in (*specs, *(new for new, _ in self._admissions.values())) for name in spec.parts}
 
     # ----------------------------------------------------------------------------------------------------- watch
 
@@ -290,7 +282,9 @@ class Supervisor:
     async def _delete_unused(self, specs: Sequence[ReleaseSpec]) -> None:
         """Delete the parts that no release has used for as long as a request may take, or a switch after an admission."""
         applications = await asyncio.to_thread(lambda: serve.status().applications)
-        unused = {name for name in applications if name.startswith(f"{APPLICATION}-")} - self._used(specs)
+        admitted = (new for new, _ in self._admissions.values())
+        used = {name for spec in (*specs, *admitted) for name in spec.parts}
+        unused = {name for name in applications if name.startswith(f"{APPLICATION}-")} - used
         now = time.monotonic()
         self._unused_since = {name: self._unused_since.get(name, now) for name in unused}
         for name, since in self._unused_since.items():
@@ -345,7 +339,7 @@ class ProbeFigures(NamedTuple):
     """p-MRR over the probes whose changed instruction takes relevance away; None if there are none."""
 
 
-def worse_rankings(current: ProbeFigures, new: ProbeFigures, limits: ProbeSet) -> str | None:
+def worse_rankings(current: ProbeFigures, new: ProbeFigures, limits: ServeSettings) -> str | None:
     """Return why the new release must not replace the current one; None if its rankings are good enough."""
     if current.ndcg == new.ndcg == 0:
         return (
@@ -367,32 +361,28 @@ async def probe(search: Callable[[SearchRequest], Awaitable[SearchResponse]], pr
     """Search all probes and measure the rankings."""
     from infembed_ray.evaluation.metrics import Change, p_mrr, trec_measures
 
-    queries = list(_queries(probes))
-    run: dict[str, dict[str, float]] = {}
-    for start in range(0, len(queries), QUERIES_AT_ONCE):
-        some = queries[start : start + QUERIES_AT_ONCE]
-        answers = await asyncio.gather(*(search(request) for _, request in some))
-        run |= {name: {hit.id: hit.score for hit in a.hits} for (name, _), a in zip(some, answers, strict=True)}
-    judged = {f"{n}": p.relevant for n, p in enumerate(probes)}
-    judged |= {f"{n} changed": p.changed_relevant for n, p in enumerate(probes) if p.changed_relevant}
-    ndcg = trec_measures({name: dict.fromkeys(ids, 1) for name, ids in judged.items()}, run, ["nDCG@10"])
-    changes = [
-        Change(f"{n}", f"{n} changed", tuple(set(p.relevant) - set(p.changed_relevant)))
-        for n, p in enumerate(probes)
-        if p.changed_instruction is not None
-    ]
-    moved = p_mrr(changes, run)
-    return ProbeFigures(
-        100 * fmean(values["nDCG@10"] for values in ndcg.values()), 100 * fmean(moved.values()) if moved else None
-    )
-
-
-def _queries(probes: Sequence[Probe]) -> Iterator[tuple[str, SearchRequest]]:
-    """Yield a name and the search, for both instructions of each probe."""
+    queries: dict[str, SearchRequest] = {}
+    judged: dict[str, dict[str, int]] = {}
+    changes = []
     for number, item in enumerate(probes):
-        changed = {} if item.changed_instruction is None else {f"{number} changed": item.changed_instruction}
-        for name, instruction in {f"{number}": item.instruction, **changed}.items():
-            yield name, SearchRequest(query=item.query, instruction=instruction, top_k=PROBE_TOP_K)
+        asked = {f"{number}": (item.instruction, item.relevant)}
+        if item.changed_instruction is not None:
+            asked[f"{number} changed"] = item.changed_instruction, item.changed_relevant
+            changes.append(
+                Change(f"{number}", f"{number} changed", tuple(set(item.relevant) - set(item.changed_relevant)))
+            )
+        for name, (instruction, relevant) in asked.items():
+            queries[name] = SearchRequest(query=item.query, instruction=instruction, top_k=PROBE_TOP_K)
+            judged[name] = dict.fromkeys(relevant, 1)
+    run: dict[str, dict[str, float]] = {}
+    names = list(queries)
+    for start in range(0, len(names), QUERIES_AT_ONCE):
+        some = names[start : start + QUERIES_AT_ONCE]
+        answers = await asyncio.gather(*(search(queries[name]) for name in some))
+        run |= {name: {hit.id: hit.score for hit in a.hits} for name, a in zip(some, answers, strict=True)}
+    ndcg, moved = trec_measures(judged, run, ["nDCG@10"]), p_mrr(changes, run)
+    mean = fmean(values["nDCG@10"] for values in ndcg.values())
+    return ProbeFigures(100 * mean, 100 * fmean(moved.values()) if moved else None)
 
 
 # -------------------------------------------------------------------------------------------- one release for another
@@ -453,9 +443,8 @@ def switch_to(arguments: ApiArguments, release: ReleaseSpec | None) -> None:
         application = {**before, "deployments": application["deployments"]}
     else:
         environment = ray.get_runtime_context().runtime_env
-        application["runtime_env"] = {
-            name: environment[name] for name in ("working_dir", "py_modules") if name in environment
-        }
+        code = environment.keys() & {"working_dir", "py_modules"}
+        application["runtime_env"] = {name: environment[name] for name in code}
     ray_compat.apply_configs({**configs, APPLICATION: application})
     if release is not None:
         wait_until_running(APPLICATION)
@@ -495,9 +484,8 @@ def _start(current: ReleaseSpec | None, new: ReleaseSpec) -> None:
         InputError, StartError: as `wait_until_running`.
     """
     states = {name: state.status for name, state in serve.status().applications.items()}
-    ended = {
-        name for name in new.parts if states.get(name) in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.DELETING)
-    }
+    over = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.DELETING)
+    ended = {name for name in new.parts if states.get(name) in over}
     missing = {name: part for name, part in new.parts.items() if name in ended or name not in states}
     if missing:
         require_room(new, current)

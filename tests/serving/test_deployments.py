@@ -11,37 +11,30 @@ from infembed_ray.serving.release import ReleaseSpec
 
 
 @pytest.mark.parametrize(
-    ("cpus", "replicas", "most"),
+    ("cpus", "replicas", "room", "most"),
     [
-        ([4], 3, None),  # a laptop
-        ([4, 4, 4], 1, None),
-        ([4, 4, 4], 2, 1),
-        ([4, 4, 4], 3, 1),
-        ([4, 4, 4], 4, 2),
-        ([0, 4, 4], 2, 1),  # a head without room
-        ([0, 4], 2, None),
-        ([3, 1], 4, 3),
-        ([3, 1, 1], 4, 2),
-        ([2, 2], 8, None),  # too few for all: Serve starts what it can
+        ([4], 3, None, None),  # a laptop
+        ([4, 4, 4], 1, None, None),
+        ([4, 4, 4], 2, None, 1),
+        ([4, 4, 4], 3, None, 1),
+        ([4, 4, 4], 4, None, 2),
+        ([0, 4, 4], 2, None, 1),  # a head without room
+        ([0, 4], 2, None, None),
+        ([3, 1], 4, None, 3),
+        ([3, 1, 1], 4, None, 2),
+        ([2, 2], 8, None, None),  # too few for all: Serve starts what it can
+        ([4, 4], 2, 3, None),  # a surge replica needs room as well
+        ([4, 4], 3, 4, 2),
     ],
 )
 def test_replicas_are_spread_as_far_as_the_nodes_have_room(
-    cpus: list[float], replicas: int, most: int | None, monkeypatch: pytest.MonkeyPatch
+    cpus: list[float], replicas: int, room: int | None, most: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(
         ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": float(n)} if n else {}} for n in cpus]
     )
-    assert spread(replicas, CPU=1.0, GPU=0.0) == most
-
-
-def test_a_surge_replica_needs_room_as_well(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 4.0}}] * 2)
-    assert spread(2, room=3, CPU=0.1) is None
-    assert spread(3, room=4, CPU=0.1) == 2
+    assert spread(replicas, room, CPU=1.0, GPU=0.0) == most
 
 
 @pytest.mark.parametrize(

@@ -315,29 +315,29 @@ def failed() -> None:
     raise OSError("no route to the replica")
 
 
-@pytest.mark.parametrize("lost", [lambda: None, failed])
-def test_a_request_whose_ingress_is_lost_gets_503_with_retry_after(lost: Any) -> None:
-    answer = asked(lost)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_lost")
-    assert int(answer.headers["retry-after"]) >= 1
-
-
-@pytest.mark.parametrize("status", [200, 400, 429, 500, 503])
-def test_answers_of_the_api_pass_unchanged(status: int) -> None:
-    answer = asked(lambda: PlainTextResponse("its own", status, OURS))
-    assert (answer.status_code, answer.text) == (status, "its own")
+def of_serve(status: int) -> Callable[[], PlainTextResponse]:
+    return lambda: PlainTextResponse("Request dropped due to backpressure", status)
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "code"),
-    [(404, 503, "not_ready"), (429, 429, "queue_full"), (503, 503, "replica_lost"), (500, 503, "replica_lost")],
+    ("answered", "status", "code"),
+    [
+        (lambda: None, 503, "replica_lost"),  # its ingress is lost
+        (failed, 503, "replica_lost"),
+        (of_serve(404), 503, "not_ready"),
+        (of_serve(429), 429, "queue_full"),
+        (of_serve(503), 503, "replica_lost"),
+        (of_serve(500), 503, "replica_lost"),
+    ],
 )
-def test_errors_of_serve_get_the_apis_shape_and_retry_after(theirs: int, ours: int, code: str) -> None:
-    answer = asked(lambda: PlainTextResponse("Request dropped due to backpressure", theirs))
-    assert (answer.status_code, answer.json()["error"]["code"]) == (ours, code)
+def test_errors_of_serve_get_the_apis_shape_and_retry_after(answered: Any, status: int, code: str) -> None:
+    answer = asked(answered)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_paths_of_serve_pass_unchanged() -> None:
-    answer = asked(lambda: PlainTextResponse("success", 404), "/-/healthz")
-    assert (answer.status_code, answer.text) == (404, "success")
+@pytest.mark.parametrize("status", [200, 400, 404, 429, 500, 503])
+def test_answers_of_the_api_and_paths_of_serve_pass_unchanged(status: int) -> None:
+    answers = (asked(lambda: PlainTextResponse("its own", status, OURS)), asked(of_serve(status), "/-/healthz"))
+    assert [answer.status_code for answer in answers] == [status, status]
+    assert [answer.text for answer in answers] == ["its own", "Request dropped due to backpressure"]

@@ -10,7 +10,7 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.serving import schema
 from infembed_ray.serving.plan import Plan
-from infembed_ray.serving.release import Probe, ProbeSet
+from infembed_ray.serving.release import Probe
 from infembed_ray.serving.supervisor import ProbeFigures, probe, worse_rankings
 
 
@@ -64,11 +64,8 @@ async def test_without_changed_instructions_there_is_no_p_mrr() -> None:
     figures = await probe(searcher.search, [Probe(query=f"q{n}", relevant=["1"]) for n in range(70)])
     assert figures == (pytest.approx(100), None)
     assert searcher.calls == 70
-
-
-async def test_an_empty_answer_counts_as_nothing_found() -> None:
-    figures = await probe(Rankings({("a", None): []}).search, [Probe(query="a", relevant=["1"])])
-    assert figures == (0.0, None)
+    nothing_found = await probe(Rankings({("a", None): []}).search, [Probe(query="a", relevant=["1"])])
+    assert nothing_found == (0.0, None)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +93,7 @@ def test_a_file_that_is_no_probe_set_is_refused(
 
 
 def test_a_release_that_ranks_the_probes_worse_is_refused() -> None:
-    limits = ProbeSet(probes=[], max_ndcg_drop=1, max_p_mrr_drop=2)
+    limits = ServeSettings(index="", max_ndcg_drop=1, max_p_mrr_drop=2)
     before = ProbeFigures(80.0, 30.0)
     assert worse_rankings(before, ProbeFigures(79.0, 28.0), limits) is None
     assert worse_rankings(before, ProbeFigures(90.0, None), limits) is None

@@ -15,14 +15,14 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError, StartError
 from infembed_ray.serving import supervisor
 from infembed_ray.serving.plan import Plan
-from infembed_ray.serving.release import ApiArguments, Probe, ProbeSet, ReleaseSpec
+from infembed_ray.serving.release import ApiArguments, Probe, ReleaseSpec
 from infembed_ray.serving.replicas import Ingress
 from infembed_ray.serving.service import ReplicaLost
 from infembed_ray.serving.supervisor import Supervisor
 from tests.serving.indexes import AGAIN, PASSAGES, publish_index
 from tests.serving.routing.test_blue_green import World
 
-PROBES = ProbeSet(probes=[Probe(query="q", relevant=["p1"])], max_ndcg_drop=1, max_p_mrr_drop=2)
+PROBES = [Probe(query="q", relevant=["p1"])]
 ARGUMENTS = ApiArguments(locked=False, settings=ServeSettings(index=""))
 
 
@@ -86,7 +86,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Compare no rankings; give the fingerprints of the releases whose rankings would be, of which those of `api` w are worse."""
     made: list[str] = []
 
-    async def compare(self: Supervisor, current: ReleaseSpec, probes: ProbeSet, new: ReleaseSpec) -> None:
+    async def compare(self: Supervisor, current: ReleaseSpec, new: ReleaseSpec) -> None:
         made.append(new.fingerprint)
         await asyncio.sleep(0.01)
         if new.api == "worse":

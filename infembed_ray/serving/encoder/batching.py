@@ -141,7 +141,8 @@ class BatchingEngine:
     def require_capacity(self, sequences: int, timeout_s: float | None = None) -> None:
         """QueueFull if a request of this many sequences would wait too long; without a time-out it may wait for any time."""
         wait = self._wait_s(sequences)
-        if timeout_s is not None and wait > min(max(MAX_WAIT_S, self._work_s(sequences)), timeout_s / 2):
+        work = sequences * self.counters.seconds / max(self.counters.texts, 1)  # in the model, of average length
+        if timeout_s is not None and wait > min(max(MAX_WAIT_S, work), timeout_s / 2):
             self.counters.refused += 1
             raise QueueFull(wait)
 
@@ -213,7 +214,13 @@ class BatchingEngine:
                 if rest := [w for w in half if not w.request.result.done()]:
                     await self._answer(rest)
         else:
-            self._count(len(batch), sum(w.cost for w in batch), time.perf_counter() - start)
+            tokens, seconds = sum(w.cost for w in batch), time.perf_counter() - start
+            self.counters.batches += 1
+            self.counters.texts += len(batch)
+            self.counters.tokens += tokens
+            self.counters.seconds += seconds
+            self._done = _RATE_DECAY * self._done + tokens
+            self._done_s = _RATE_DECAY * self._done_s + seconds
 
     def _next_batch(self) -> list[_Waiting]:
         """Take the sequences whose turn comes next from the queue, as many as a batch holds."""
@@ -233,14 +240,6 @@ class BatchingEngine:
         self._take(batch)
         return batch
 
-    def _count(self, texts: int, tokens: int, seconds: float) -> None:
-        self.counters.batches += 1
-        self.counters.texts += texts
-        self.counters.tokens += tokens
-        self.counters.seconds += seconds
-        self._done = _RATE_DECAY * self._done + tokens
-        self._done_s = _RATE_DECAY * self._done_s + seconds
-
     def _wait_s(self, sequences: int) -> float:
         """Predict the wait of a new request with this many sequences; 0 if less than a batch is ahead of it."""
         last = self._turn + sequences
@@ -248,7 +247,3 @@ class BatchingEngine:
         if tokens <= self._batch_tokens or not self._done:
             return 0.0
         return (self._in_model + tokens) * self._done_s / self._done
-
-    def _work_s(self, sequences: int) -> float:
-        """Predict the time in the model of this many sequences of average length."""
-        return sequences * self.counters.seconds / max(self.counters.texts, 1)

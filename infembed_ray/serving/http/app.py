@@ -58,6 +58,7 @@ def create_app(
     keys: ApiKeys,
     request_timeout_s: float = 30.0,
     *,
+    metrics: Callable[[], Awaitable[bytes]],
     registry: CollectorRegistry | None = None,
     request_ids: bool = True,
 ) -> FastAPI:
@@ -68,7 +69,8 @@ def create_app(
         deployment: returns the fingerprint of what is served, for `GET /healthz`.
         keys: without any, the API serves its own machine only.
         request_timeout_s: maximum time from the end of the headers to the answer.
-        registry: where the application counts its requests. `GET /metrics` returns the service's metrics instead.
+        metrics: returns the metrics of all replicas in Prometheus text format, for `GET /metrics`.
+        registry: where the application counts its requests.
         request_ids: echo or create X-Request-Id; False behind a proxy that does, such as Ray Serve's.
     """
     # Without FastAPI's pages, which load scripts from a CDN.
@@ -89,10 +91,11 @@ def create_app(
     # Not by `include_router`: its routes are missing in `app.routes`, from which a 405 lists the allowed methods.
     add_collection_routes(app.router, served)
     add_model_routes(app.router, served)
-    add_status_routes(app.router, served, deployment)
+    add_status_routes(app.router, served, deployment, metrics)
     app.include_router(playground())
     app.openapi = functools.cache(functools.partial(openapi_document, app, bool(keys)))  # type: ignore[method-assign]
-    docs = functools.cache(lambda: api_docs_page(app.openapi()))
+    package = "infembed_ray.serving.http"
+    docs = functools.cache(lambda: render(package, "api_docs.html", document=app.openapi(), type_of=type_of))
     app.add_api_route("/docs", lambda: docs(), response_class=HTMLResponse, include_in_schema=False)
     return app
 
@@ -190,11 +193,6 @@ def playground() -> APIRouter:
 
         routes.add_api_route(path, answer, methods=["GET", "HEAD"])
     return routes
-
-
-def api_docs_page(document: Mapping[str, Any]) -> str:
-    """Render an OpenAPI document."""
-    return render("infembed_ray.serving.http", "api_docs.html", document=document, type_of=type_of)
 
 
 def type_of(schema: Mapping[str, Any]) -> Markup:

@@ -14,7 +14,7 @@ from infembed_ray.retrieval.filters import FilterError
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeError
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import DeadlineExceeded, QueueFull
-from infembed_ray.serving.service import NotApplied, ReadOnly, ReplicaLost, Stuck, TooManyChanges
+from infembed_ray.serving.service import NotApplied, ReplicaLost, Stuck, TooManyChanges
 
 MAX_BODY_BYTES = 8 * 2**20
 """Largest request body."""
@@ -168,7 +168,6 @@ EXCEPTION_HANDLERS: Mapping[type[Exception], Callable[[Request, Any], HttpError]
     HTTPException: _http_error,
     FilterError: lambda _, error: HttpError(400, str(error), param="filter"),
     ChangeError: lambda _, error: HttpError(400, str(error), param="documents"),
-    ReadOnly: lambda *_: HttpError("read_only", "this index is read-only: documents cannot be put or deleted"),
     Stuck: lambda _, error: HttpError(
         "changes_stuck", f"changes of documents are not applied: {error}", retry_after_s=STUCK_RETRY_S
     ),

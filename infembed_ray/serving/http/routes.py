@@ -5,8 +5,7 @@ Each request reads the current service of its collection once, so it is answered
 
 import asyncio
 from base64 import b64encode
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,7 +22,7 @@ from infembed_ray.serving.encoder.batching import Embedded
 from infembed_ray.serving.http.auth import ALLOWED
 from infembed_ray.serving.http.errors import RETRIED, STATUSES, HttpError, json_response
 from infembed_ray.serving.routing.blue_green import Release
-from infembed_ray.serving.service import Document, ReadOnly, Stuck
+from infembed_ray.serving.service import Document, Stuck
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
@@ -99,22 +98,17 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def _for_both(api: APIRouter, method: str, path: str, model: Any, *statuses: int) -> Callable[[Endpoint], Endpoint]:
-    """Register a route for the default collection and for a named one."""
-
-    def register(endpoint: Endpoint) -> Endpoint:
-        for prefix, more in (("/v1", ()), ("/v1/collections/{collection}", (404,))):
-            responses = error_responses(*statuses, *more)
-            api.add_api_route(prefix + path, endpoint, methods=[method], response_model=model, responses=responses)
-        return endpoint
-
-    return register
-
-
 def add_collection_routes(api: APIRouter, collections: Collections) -> None:
     """Add the routes of a collection: search and documents, each for the default collection and for a named one."""
 
-    both = partial(_for_both, api)
+    def both(method: str, path: str, model: Any, *statuses: int) -> Callable[[Endpoint], Endpoint]:
+        def register(endpoint: Endpoint) -> Endpoint:
+            for prefix, more in (("/v1", ()), ("/v1/collections/{collection}", (404,))):
+                responses = error_responses(*statuses, *more)
+                api.add_api_route(prefix + path, endpoint, methods=[method], response_model=model, responses=responses)
+            return endpoint
+
+        return register
 
     @both("POST", "/search", schema.SearchResponse, 404)
     async def search(body: schema.SearchRequest, request: Request) -> Response:
@@ -187,8 +181,7 @@ def add_model_routes(api: APIRouter, collections: Collections) -> None:
     @api.get("/v1/collections", response_model=schema.CollectionsResponse, responses=error_responses())
     async def list_collections() -> Response:
         """Return the collections that the key may use, the default one first: their models and indexes."""
-        cards = {name: service.card for name, service in collections.visible().items()}
-        data = [schema.Collection(name=name, model=card) for name, card in cards.items()]
+        data = [schema.Collection(name=name, model=one.card) for name, one in collections.visible().items()]
         return json_response(schema.CollectionsResponse(data=data))
 
     @api.get("/v1/models", response_model=schema.ModelsResponse, responses=error_responses())
@@ -206,16 +199,15 @@ def add_model_routes(api: APIRouter, collections: Collections) -> None:
         return json_response(cards[model])
 
 
-def add_status_routes(api: APIRouter, collections: Collections, deployment: Callable[[], str]) -> None:
+def add_status_routes(
+    api: APIRouter, collections: Collections, deployment: Callable[[], str], page: Callable[[], Awaitable[bytes]]
+) -> None:
     """Add health and metrics."""
-
-    def health() -> Response:
-        return json_response(schema.HealthResponse(deployment=deployment()))
 
     @api.get("/healthz", response_model=schema.HealthResponse, responses=error_responses())
     async def healthz() -> Response:
         """Liveness: the API process answers."""
-        return health()
+        return json_response(schema.HealthResponse(deployment=deployment()))
 
     @api.get("/readyz", response_model=schema.HealthResponse, responses=error_responses())
     async def readyz() -> Response:
@@ -229,7 +221,7 @@ def add_status_routes(api: APIRouter, collections: Collections, deployment: Call
                 # The path needs no key, so the answer names the index version and not the collection.
                 version = "" if name == DEFAULT_COLLECTION else f"index {service.card.index_version}: "
                 raise Stuck(version + fault)
-        return health()
+        return await healthz()
 
     @api.get(
         "/metrics",
@@ -241,7 +233,7 @@ def add_status_routes(api: APIRouter, collections: Collections, deployment: Call
     )
     async def metrics() -> Response:
         """Return the metrics of all replicas for Prometheus. It needs an API key if the API does."""
-        return Response(await collections.all()[DEFAULT_COLLECTION].metrics(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await page(), media_type=CONTENT_TYPE_LATEST)
 
 
 async def _delete(service: Release, ids: list[str]) -> Response:
@@ -252,7 +244,7 @@ async def _delete(service: Release, ids: list[str]) -> Response:
 
 def _writable(service: Release) -> Release:
     if not service.card.writable:
-        raise ReadOnly
+        raise HttpError("read_only", "this index is read-only: documents cannot be put or deleted")
     return service
 
 

@@ -15,10 +15,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from infembed_ray.config.serving import RankingSettings, ServeSettings
+from infembed_ray.config.serving import ServeSettings
 from infembed_ray.modeling.exclusions import split
 from infembed_ray.modeling.formats import Question
-from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import ShardQuery
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, LogFault, Put
@@ -30,20 +29,12 @@ from infembed_ray.serving.routing.fan_out import Deployment, FanOut, now
 from infembed_ray.serving.routing.remote import RemoteDeployment
 from infembed_ray.serving.routing.reranking import Reranked, RerankStage
 from infembed_ray.serving.routing.retries import RetriedCalls
-from infembed_ray.serving.service import (
-    Document,
-    ReadOnly,
-    ReplicaLost,
-    ShardState,
-    Stuck,
-    TooManyChanges,
-)
+from infembed_ray.serving.service import Document, ReplicaLost, ShardState, Stuck, TooManyChanges
 from infembed_ray.storage.places import place_of
 
 PROBE_TIMEOUT_S = 2.0
 STATE_MAX_AGE_S = 1.0
 """Age after which a change of documents asks the shards for their states again."""
-NO_CHANNELS = RankingSettings()
 HYBRID_DEPTH = 100
 """Candidates by vector, and as many by words, from every shard; at least `top_k`."""
 COMPACT_AT = ServeSettings.model_fields["compact_at"].default
@@ -53,18 +44,15 @@ FULL = 5
 log = logging.getLogger(__name__)
 
 
-def open_release(spec: ReleaseSpec, settings: ServeSettings, supervisor: RemoteDeployment) -> dict[str, Release]:
+def open_release(spec: ReleaseSpec, settings: ServeSettings) -> dict[str, Release]:
     """Return the service of each collection, the default one first.
 
     Their encoders and shards are the Serve deployments that the spec names. Collections with the same encoder share its calls
     and its query cache, and all share the re-ranking stage.
     """
-    encoders = {
-        name: EncoderCalls(
-            RemoteDeployment.named(ENCODER, name), replicas=settings.max_encoder_replicas or settings.encoder_replicas
-        )
-        for name in spec.encoders
-    }
+    replicas = settings.max_encoder_replicas or settings.encoder_replicas
+    remote = {name: RemoteDeployment.named(ENCODER, name) for name in spec.encoders}
+    encoders = {name: EncoderCalls(encoder, replicas=replicas) for name, encoder in remote.items()}
     reranker = None
     if spec.rerank and spec.reranker:
         reranker = RerankStage(spec.rerank, RemoteDeployment.named(RERANKER, spec.reranker.application))
@@ -73,12 +61,8 @@ def open_release(spec: ReleaseSpec, settings: ServeSettings, supervisor: RemoteD
             one,
             encoders[one.encoder.application],
             [RemoteDeployment.named(shard, one.index.application) for shard in one.shards],
-            supervisor,
-            timeout_s=settings.request_timeout_s,
-            shard_replicas=settings.shard_replicas,
-            max_changed_documents=FULL * (settings.compact_at or COMPACT_AT),
-            ranking=settings.ranking,
-            reranker=reranker,
+            settings,
+            reranker,
         )
         for name, one in spec.by_name.items()
     }
@@ -87,15 +71,12 @@ def open_release(spec: ReleaseSpec, settings: ServeSettings, supervisor: RemoteD
 class Release:
     """The service of one collection: one encoder and one index version. All calls come from one event loop.
 
-    The calls raise `QueueFull`, `DeadlineExceeded`, `FilterError`, `ReplicaLost`, `ReadOnly`, `Stuck`, `TooManyChanges` and
-    `NotApplied`; any other exception is an internal error.
+    The calls raise `QueueFull`, `DeadlineExceeded`, `FilterError`, `ReplicaLost`, `Stuck`, `TooManyChanges` and `NotApplied`;
+    any other exception is an internal error.
 
     Args:
         encoder, reranker: may be shared with the releases of other collections.
         shards: as `FanOut` takes them; each also has `document(id)`, `state() -> ShardState` and `ready()`.
-        metrics: has `metrics() -> bytes`.
-        max_changed_documents: documents that may differ from the index version per shard.
-        ranking: how searches that do not say are scored; without `hybrid` if the index has no words.
     """
 
     def __init__(
@@ -103,35 +84,25 @@ class Release:
         spec: CollectionSpec,
         encoder: EncoderCalls,
         shards: Sequence[Deployment],
-        metrics: Deployment,
-        *,
-        timeout_s: float,
-        shard_replicas: int = 1,
-        max_changed_documents: int = 50_000,
-        ranking: RankingSettings = NO_CHANNELS,
+        settings: ServeSettings,
         reranker: RerankStage | None = None,
     ) -> None:
         self.spec = spec
+        self.card = spec.card
         self.reranker = reranker
         self.encoder = encoder
         # The settings are the API's, and a roll-back may lead to an index without words.
-        self._ranking = ranking if spec.card.lexical else ranking.model_copy(update={"hybrid": 0.0})
+        self._hybrid = settings.ranking.hybrid if spec.card.lexical else 0.0
         self._shards = shards
-        self._metrics = metrics
-        self._timeout_s = DEADLINE_SHARE * timeout_s
+        self._timeout_s = DEADLINE_SHARE * settings.request_timeout_s
         self._log = spec.changes and ChangeLog(
             place_of(spec.changes), spec.card.metadata, spec.card.dimension, len(shards)
         )
-        self._max_changed = max_changed_documents * len(shards)
+        self._max_changed = FULL * (settings.compact_at or COMPACT_AT) * len(shards)
         self._states = [ShardState()] * len(shards)
         self._asking = asyncio.Lock()
         self._states_known_at = float("-inf")
-        self._fan_out = FanOut(dict(zip(spec.shards, shards, strict=True)), replicas=shard_replicas)
-
-    @property
-    def card(self) -> schema.Model:
-        """The served model and index."""
-        return self.spec.card
+        self._fan_out = FanOut(dict(zip(spec.shards, shards, strict=True)), replicas=settings.shard_replicas)
 
     async def embed(self, texts: list[str], instructions: list[str | None] | None) -> Embedded:
         """Embed texts: queries, each with its instruction or None, or passages, if `instructions` is None."""
@@ -142,10 +113,9 @@ class Release:
 
         All of the answer comes from this release. Its sequence number is the smallest of all shards.
         """
-        filters.parse(search.filter, self.card.metadata)  # raises before any work is done
         start, deadline = time.perf_counter(), self._deadline()
         text, instruction = search.query, search.instruction or ""
-        hybrid = self._ranking.hybrid if search.hybrid is None else search.hybrid
+        hybrid = self._hybrid if search.hybrid is None else search.hybrid
         phrases = explaining.phrases_of(instruction) if search.explain else []
         asked = [question := Question(text, search.instruction or None)]
         if search.explain:
@@ -201,7 +171,7 @@ class Release:
 
         The change is durable when the call returns the sequence number from which searches find them.
         """
-        await self._require_writable()
+        await self._require_no_fault()
         if self._changed >= self._max_changed:  # puts within a second can exceed it
             raise TooManyChanges(self._changed, self._max_changed)
         embedded = await self.embed([d.text for d in documents], None)
@@ -211,7 +181,7 @@ class Release:
 
     async def delete(self, ids: Sequence[str]) -> int:
         """Delete documents; unknown ids are ignored. Returns the sequence number from which searches omit them."""
-        await self._require_writable()
+        await self._require_no_fault()
         return await self._append(list(map(Delete, ids)))
 
     async def document(self, id: str) -> Document | None:
@@ -243,11 +213,6 @@ class Release:
         await self._know_states()
         return self._changed / len(self._shards)
 
-    async def metrics(self) -> bytes:
-        """Return the metrics of all replicas in Prometheus text format."""
-        page: bytes = await self._metrics("metrics")
-        return page
-
     @property
     def _changed(self) -> int:
         return sum(state.changed for state in self._states)
@@ -263,9 +228,7 @@ class Release:
         with contextlib.suppress(Exception):  # lost or full: /readyz still answers
             self._states[number] = await asyncio.wait_for(self._shards[number]("state"), PROBE_TIMEOUT_S)
 
-    async def _require_writable(self) -> None:
-        if not self.card.writable:
-            raise ReadOnly
+    async def _require_no_fault(self) -> None:
         if fault := await self.fault():
             raise Stuck(fault)
 

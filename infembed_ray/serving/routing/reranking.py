@@ -80,24 +80,17 @@ class RerankStage:
             raise DeadlineExceeded(timeout_s) from None
 
     async def ready(self) -> bool:
-        """Return whether the reranker answers."""
-        try:
-            return bool(await self._reranker("ready"))
-        except ReplicaLost:
-            return False
+        """Return whether the reranker answers; ReplicaLost if it has no replica."""
+        return bool(await self._reranker("ready"))
 
     async def _scores(self, query: Question, texts: list[str], budget_s: float) -> tuple[str, np.ndarray | None]:
         """Return the outcome, and the scores if it is `RERANKED`."""
-        try:
-            if budget_s <= 0:
-                return LATE, None
-            return RERANKED, await self.score(query, texts, budget_s)
-        except DeadlineExceeded:
+        if budget_s <= 0:
             return LATE, None
-        except QueueFull:
-            return FULL, None
-        except ReplicaLost:
-            return LOST, None
+        try:
+            return RERANKED, await self.score(query, texts, budget_s)
+        except (DeadlineExceeded, QueueFull, ReplicaLost) as error:
+            return {DeadlineExceeded: LATE, QueueFull: FULL, ReplicaLost: LOST}[type(error)], None
         except Exception:  # the search has its hits, whatever happened to the reranker
             log.exception("a search was not re-ranked")
             return FAILED, None

@@ -48,7 +48,7 @@ class RetriedCalls:
         deadline, pause = now() + timeout_s, RETRY_PAUSES_S[0]
         silent_at = now() + SILENCE_S if self._several else float("inf")
         loss: ReplicaLost | None = None
-        running = {_start(call)}
+        running = {asyncio.ensure_future(call())}
         try:
             while (left := deadline - now()) > 0:
                 wait_s = min(left, max(0.0, silent_at - now()))
@@ -64,20 +64,13 @@ class RetriedCalls:
                         raise loss
                     await asyncio.sleep(min(pause, left))
                     pause = min(2 * pause, RETRY_PAUSES_S[1])
-                    running = {_start(call)}
+                    running = {asyncio.ensure_future(call())}
                 elif now() >= silent_at:
                     silent_at = float("inf")
                     if self._second_calls >= 1:
                         self._second_calls -= 1
-                        running.add(_start(call))
+                        running.add(asyncio.ensure_future(call()))
             raise loss or DeadlineExceeded(timeout_s)
         finally:
             for task in running:
                 task.cancel()
-
-
-def _start(call: Callable[[], Awaitable[Answer]]) -> asyncio.Task[Answer]:
-    async def awaited() -> Answer:
-        return await call()
-
-    return asyncio.get_running_loop().create_task(awaited())

@@ -24,6 +24,7 @@ def make_app(
         lambda: "fingerprint",
         keys if isinstance(keys, ApiKeys) else ApiKeys(keys),
         request_timeout_s,
+        metrics=default.metrics,
         registry=default.registry,
     )
 

@@ -165,13 +165,10 @@ def test_every_error_of_the_service_has_a_status_and_says_when_to_try_again(
         assert refused(answer, 504)["message"] == "not answered within 30 s; try again in 1 s"
 
 
-def test_health_readiness_and_models() -> None:
+def test_health_and_models() -> None:
     service = DebugService()
     client = client_of(make_app(service))
     assert client.get("/healthz").json() == {"status": "ok", "deployment": "fingerprint"}
-    assert client.get("/readyz").status_code == 200
-    service.is_ready = False
-    assert refused(client.get("/readyz"), 503)["code"] == "not_ready"
     assert client.get("/v1/models").json() == {"object": "list", "data": [CARD.model_dump()]}
     service.card = CARD.model_copy(update={"index_version": "v2"})
     assert client.get("/v1/models").json()["data"][0]["index_version"] == "v2"

@@ -22,7 +22,8 @@ def client_of(
     service: DebugService | None = None, keys: tuple[str, ...] = (), host: str = "localhost", **options: Any
 ) -> TestClient:
     service = service or DebugService()
-    app = create_app(lambda: {"index": service}, lambda: "f", ApiKeys(keys), registry=service.registry, **options)
+    counted = {"metrics": service.metrics, "registry": service.registry}
+    app = create_app(lambda: {"index": service}, lambda: "f", ApiKeys(keys), **counted, **options)
     return TestClient(app, base_url=f"http://{host}")
 
 

@@ -119,12 +119,6 @@ def test_a_rerank_request_that_cannot_be_answered_names_its_field(
     assert refused(reranking().post("/v1/rerank", json=COHERE | changed), status)["param"].startswith(param)
 
 
-def test_without_a_reranker_the_answer_says_how_to_start_one(client: TestClient) -> None:
-    error = refused(client.post("/v1/rerank", json=COHERE), 404)
-    assert error["code"] == "model_not_found"
-    assert "rerank.kind" in error["message"]
-
-
 def test_an_explanation_has_the_phrases_and_the_passages_of_both_rankings(client: TestClient) -> None:
     asked = {"query": "q", "instruction": "For A, not B.", "top_k": 2}
     body = client.post("/v1/search", json=asked | {"explain": True}).json()
@@ -151,9 +145,13 @@ def test_a_filter_selects_hits_by_their_metadata(client: TestClient) -> None:
 
 
 def test_reranking_needs_a_reranker_and_its_notes_are_answered(client: TestClient) -> None:
-    error = refused(client.post("/v1/search", json={"query": "q", "rerank": True}), 400)
-    assert error["param"] == "rerank"
-    assert "rerank.kind" in error["message"]
+    refusals = {
+        "rerank": refused(client.post("/v1/search", json={"query": "q", "rerank": True}), 400),
+        "model": refused(client.post("/v1/rerank", json=COHERE), 404),
+    }
+    for param, error in refusals.items():
+        assert error["param"] == param
+        assert "rerank.kind" in error["message"]
     for rerank in (False, None):
         answer = client.post("/v1/search", json={"query": "q", "rerank": rerank}).json()
         assert (answer["notes"], answer["timings"]["rerank_ms"]) == ([], None)

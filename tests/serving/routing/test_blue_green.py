@@ -28,13 +28,7 @@ from infembed_ray.serving.routing import blue_green
 from infembed_ray.serving.routing.blue_green import Release
 from infembed_ray.serving.routing.encoder_calls import EncoderCalls
 from infembed_ray.serving.routing.reranking import RerankStage
-from infembed_ray.serving.service import (
-    Document,
-    ReadOnly,
-    ReplicaLost,
-    ShardState,
-    TooManyChanges,
-)
+from infembed_ray.serving.service import Document, ReplicaLost, ShardState, TooManyChanges
 from tests.support.shards import write_shard
 
 DIMENSION = 8
@@ -102,7 +96,7 @@ class OneShard:
 
 
 class World:
-    def __init__(self, root: Path, writable: bool = True) -> None:
+    def __init__(self, root: Path) -> None:
         log = ChangeLog(root / "changes", {"year": "integer"}, DIMENSION, SHARDS)
         self.encoder, self.shards = Encoder(), []
         for number in range(SHARDS):
@@ -115,7 +109,7 @@ class World:
             self.shards.append(OneShard(LiveShard(Shard.open(root, facts), log, number, 0)))
         card = schema.Model(
             id="m", created=1, dimension=DIMENSION, encoder="e", index_version="v1", passages=len(PASSAGES),
-            metadata={"year": "integer"}, writable=writable, lexical=True,
+            metadata={"year": "integer"}, writable=True, lexical=True,
         )  # fmt: skip
         settings = ServeSettings(index="")
         self.spec = CollectionSpec(
@@ -129,8 +123,9 @@ class World:
     def calls(self, encoder: Encoder | None = None, **options: Any) -> EncoderCalls:
         return EncoderCalls(encoder or self.encoder, **options)
 
-    def release(self, calls: EncoderCalls, timeout_s: float = 20, **options: Any) -> Release:
-        return Release(self.spec, calls, self.shards, self.encoder, timeout_s=timeout_s, **options)
+    def release(self, calls: EncoderCalls, reranker: RerankStage | None = None, **settings: Any) -> Release:
+        given = ServeSettings(index="", **{"request_timeout_s": 20, **settings})
+        return Release(self.spec, calls, self.shards, given, reranker)
 
     def open(self, **options: Any) -> Release:
         return self.release(self.calls(), **options)
@@ -218,15 +213,6 @@ async def test_put_documents_are_found_and_deleted_ones_are_not(world: World) ->
     assert await release.document("new") is None
     answer = await release.search(request("fresh", None, 60))
     assert "new" not in {hit.id for hit in answer.hits}
-
-
-async def test_a_read_only_index_rejects_changes(tmp_path: Path) -> None:
-    release = World(tmp_path, writable=False).open()
-    with pytest.raises(ReadOnly):
-        await release.put([Document("new", "text")])
-    with pytest.raises(ReadOnly):
-        await release.delete(["p1"])
-    assert not (tmp_path / "changes").exists()
 
 
 async def test_a_call_is_retried_when_a_replica_is_lost_but_not_when_it_is_full(world: World) -> None:
@@ -339,7 +325,7 @@ async def test_with_a_damaged_log_changes_are_rejected_and_searches_work(
     monkeypatch.setattr(blue_green, "STATE_MAX_AGE_S", 0.0)
     document = {"id": "new", "text": "text new"}
     release = world.open()
-    app = create_app(lambda: {"index": release}, lambda: "d", ApiKeys())
+    app = create_app(lambda: {"index": release}, lambda: "d", ApiKeys(), metrics=AsyncMock())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
         put = partial(client.put, "/v1/documents", json={"documents": [document]})
         assert (await put()).status_code == 200
@@ -367,7 +353,7 @@ async def test_with_a_damaged_log_changes_are_rejected_and_searches_work(
 async def test_a_change_that_cannot_be_written_says_why_and_not_where(world: World) -> None:
     Path(world.spec.changes or "").write_text("no directory")
     release = world.open()
-    app = create_app(lambda: {"index": release}, lambda: "d", ApiKeys())
+    app = create_app(lambda: {"index": release}, lambda: "d", ApiKeys(), metrics=AsyncMock())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
         for shard in world.shards:
             shard.failing = [ReplicaLost()]  # so that only the writer notices it
@@ -381,7 +367,8 @@ async def test_documents_beyond_the_limit_are_refused_and_deletions_are_not(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blue_green, "STATE_MAX_AGE_S", 0.0)
-    release = world.open(max_changed_documents=3)
+    monkeypatch.setattr(blue_green, "FULL", 1)
+    release = world.open(compact_at=3)
     await release.put([Document(f"n{i}", "text") for i in range(6)])
     await release.put([Document(f"n{i}", "again") for i in range(6)])  # the same documents
     assert await release.changed_documents() == 6 / SHARDS
@@ -468,7 +455,7 @@ def collections(worlds: dict[str, World], encoder: str = "e") -> dict[str, Relea
     default, news = (world.spec for world in worlds.values())
     news = news.model_copy(update={"encoder": news.encoder.model_copy(update={"fingerprint": encoder})})
     spec = ReleaseSpec(api="a", collections={"index": default, "news": news})
-    return blue_green.open_release(spec, ServeSettings(index=""), AsyncMock())
+    return blue_green.open_release(spec, ServeSettings(index=""))
 
 
 async def test_collections_share_an_encoder_and_its_cache_but_neither_documents_nor_changes(
