@@ -48,8 +48,6 @@ VIOLATION_DEPTH = 2
 _SHUFFLES = 4
 """Foreign instructions per query, whose values are averaged: one leaves a standard error of some points."""
 _SEED = 42
-_MORE_OBEDIENT = "p-MRR above the base's"
-"""The gate whose figure must be above its limit."""
 _GENERIC = ("Find passages that answer the query.", "Retrieve the documents that are relevant to this question.")
 _PARAPHRASE = "Here is what I am looking for. {instruction} Please keep that in mind."
 
@@ -157,9 +155,6 @@ def _foreign(pairs: Sequence[Pair]) -> list[Mapping[Pair, Pair]]:
     return [dict(zip(order, [*order[shift:], *order[:shift]], strict=True)) for shift in shifts]
 
 
-# ----------------------------------------------------------------------------------------------------------- figures
-
-
 def _figures(task: Task, run: Run) -> dict[str, dict[str, float]]:
     """Compute the figures of one condition from the ranking that it uses for each query of the pairs."""
     pairs = pairs_of(task.changes)
@@ -207,9 +202,6 @@ def _averaged(several: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str,
     }
 
 
-# ------------------------------------------------------------------------------------------------------------ gates
-
-
 def check_gate(settings: EvaluateSettings) -> None:
     """Check before any work that the gate can be decided; InputError if not."""
     gate, labels = settings.gate, list(settings.models)
@@ -241,37 +233,32 @@ def require_gates(settings: EvaluateSettings, published: Published) -> Published
 
 @dataclass(frozen=True)
 class Gate:
-    """A figure that must be at least its limit.
+    """A figure that must be above its limit.
 
     Attributes:
         estimate: value and 95 % interval over groups of queries, in points; None without rankings, which fails.
-        above: whether the figure must be above the limit.
     """
 
     figure: str
     estimate: IntervalEstimate | None
     limit: float
-    above: bool = False
 
     @property
     def fails(self) -> bool:
-        """Whether the whole interval lies beyond the limit."""
-        return self.estimate is None or not self._keeps(self.estimate.high)
+        """Whether no part of the interval is above the limit."""
+        return self.estimate is None or self.estimate.high <= self.limit
 
     @property
     def verdict(self) -> str:
         """Value, interval, limit, and `passes`, `fails` or, if the limit lies in the interval, `undecided`."""
         if self.estimate is None:
             return "not measured: evaluate a model, not a run"
-        verdict = "fails" if self.fails else "passes" if self._keeps(self.estimate.low) else "undecided"
+        verdict = "fails" if self.fails else "passes" if self.estimate.low > self.limit else "undecided"
         value = f"{self.estimate.value:+.1f} [{self.estimate.low:+.1f}, {self.estimate.high:+.1f}]"
-        return f"{value}, must be {'>' if self.above else '>='} {self.limit:g}: {verdict}"
+        return f"{value}, must be > {self.limit:g}: {verdict}"
 
     def __str__(self) -> str:
         return f"{self.figure} is {self.verdict}"
-
-    def _keeps(self, value: float) -> bool:
-        return value > self.limit if self.above else value >= self.limit
 
 
 def decided(evaluated: Results, label: str, limits: GateSettings) -> Iterator[tuple[str, Gate]]:
@@ -294,7 +281,7 @@ def decided(evaluated: Results, label: str, limits: GateSettings) -> Iterator[tu
                 points = [[sum(f * v[query] for f, v in zip(factors, values, strict=True))] for query in queries]
                 groups = evaluated.tasks[task].groups
                 stratum = Stratum.from_values(np.array(points), [groups.get(query, query) for query in queries])
-                yield task, Gate(name, compare([stratum])[0].mean, limit, above=name == _MORE_OBEDIENT)
+                yield task, Gate(name, compare([stratum])[0].mean, limit)
 
 
 Terms = Sequence[tuple[float, Obedience, str, str]]
@@ -307,7 +294,7 @@ def _limits(own: Obedience, base: Obedience, limits: GateSettings) -> Iterator[t
     def gain(condition: str, figure: str, factor: float = 1.0) -> Terms:
         return [(factor, own, condition, figure), (-factor, base, condition, figure)]
 
-    yield _MORE_OBEDIENT, gain(AS_GIVEN, "p-MRR"), 0.0
+    yield "p-MRR above the base's", gain(AS_GIVEN, "p-MRR"), 0.0
     for name in (GENERIC, SHUFFLED):
         share = gain(AS_GIVEN, "p-MRR", limits.foreign_share / 100)
         figure = f"{limits.foreign_share:g} % of that gain, less the gain under {name} instructions,"

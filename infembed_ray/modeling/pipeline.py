@@ -17,8 +17,7 @@ OVERLAPPING = {"cuda"}
 SLICE = 1024
 """Texts that are tokenized and laid out together while a device computes the texts before them."""
 COMPILE_AFTER_S = 20.0
-"""Seconds of encoding more than `SLICE` texts, after which an encoder compiles its layers. That takes some 5 s on a GPU and saves
-a fifth of the time afterwards. Requests are smaller, so they never wait for it."""
+"""Seconds of encoding more than `SLICE` texts, so none of requests, after which an encoder compiles its layers."""
 CPU_BATCH_TOKENS = 4096
 """Default tokens of a pass on a CPU, where larger passes are no faster."""
 

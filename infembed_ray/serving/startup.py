@@ -29,8 +29,7 @@ def in_background(function: Callable[[], T]) -> T:
 
 def lower_priority() -> None:
     """Set a low CPU priority (nice 19) for this thread and the threads that it starts."""
-    if sys.platform == "linux":  # elsewhere, threads have no priorities of their own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def import_modules() -> None:

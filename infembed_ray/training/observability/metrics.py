@@ -5,7 +5,6 @@ Duration and memory are worker 0's: workers wait for each other in every step, a
 
 import math
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ _LISTED_RECORDS = 8
 """Maximum number of records that a message lists."""
 _DIGITS = 7
 """Significant digits of a logged figure, as many as fp32 has."""
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1 << 10
 _GIB = 1 << 30
 
 
@@ -136,7 +134,7 @@ class Meter:
     def _memory(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # Linux counts KiB
 
 
 def rounded(value: float) -> float:
