@@ -1,5 +1,7 @@
 """Leases and ledger in simulated time, checked against a server that counts for itself. Messages take time; processes die."""
 
+from __future__ import annotations
+
 import asyncio
 import heapq
 import math

@@ -1,5 +1,7 @@
 """Tiny random backbones of the families that people use, each with a tokenizer that behaves as theirs does."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from pathlib import Path

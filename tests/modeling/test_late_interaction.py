@@ -1,5 +1,7 @@
 """MaxSim against a brute-force loop over the token states of transformers."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import numpy as np

@@ -1,5 +1,7 @@
 """`--dry-run`: the plan, all mistakes at once, and nothing left behind. Ray never starts."""
 
+from __future__ import annotations
+
 import json
 import shutil
 import sys

@@ -1,5 +1,7 @@
 """Aliases of releases, here and in an object store; settings take the outputs of the release that an alias names."""
 
+from __future__ import annotations
+
 import pytest
 
 from infembed_ray.cli.main import main

@@ -16,6 +16,8 @@ TCP tells `answered` from `undelivered`: a process that ends closes a connection
 arrived there, and with RST otherwise.
 """
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 import email.utils

@@ -1,5 +1,7 @@
 """Further requests after cut-off, refused and empty answers, with a real journal."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Counts of what the cheap judge settled, and its agreement with the judge."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from infembed_ray.synthesis.outcome import Outcome, Spend

@@ -1,5 +1,7 @@
 """The cheap judge: what it settles, what it leaves in doubt, and audits."""
 
+from __future__ import annotations
+
 import asyncio
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,7 @@
 """The estimate of calls, tokens and price."""
 
+from __future__ import annotations
+
 import json
 import math
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The progress line of a run."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest

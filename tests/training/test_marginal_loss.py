@@ -1,5 +1,7 @@
 """The loss module against the paper's equations in float64 NumPy, its gradients against finite differences."""
 
+from __future__ import annotations
+
 from dataclasses import fields
 from pathlib import Path
 
