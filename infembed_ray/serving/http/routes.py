@@ -98,6 +98,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
+# Long: a function for each route, which need `both`.
 def add_collection_routes(api: APIRouter, collections: Collections) -> None:
     """Add the routes of a collection: search and documents, each for the default collection and for a named one."""
 
