@@ -8,8 +8,8 @@
 
 Models are trained on DATA/infir_mini/train.jsonl, or the files that a row of the table names. They are evaluated on dev.jsonl and,
 as `reworded`, on dev_reworded.jsonl and dev_more.jsonl together, whose instructions share no content word with the passages, with
-1,000 distractors from DATA/msmarco_seeds; under the obedience controls; on Cranfield; and on InstructIR's instructions for 300 queries, whose
-corpus is not in DATA: the passages of msmarco_seeds stand in for it. MINED is the output of `infembed mine` of train.jsonl.
+1,000 distractors from DATA/msmarco_seeds; under the obedience controls; on Cranfield; and on InstructIR's instructions for 300 queries. DATA
+does not hold InstructIR's corpus, so these queries search the passages of msmarco_seeds. MINED is the output of `infembed mine` of train.jsonl.
 Each run is a process with one worker and one thread. Finished runs are read from --results. `--model decoder` trains MiniLM
 with a causal mask.
 
@@ -164,7 +164,7 @@ def training_records(data: Path, names: Sequence[str], mined: Path | None, kept:
 def evaluate(encoder: Any, data: Path) -> dict[str, Any]:
     """Return the figures on dev, on the reworded records as `reworded`, and on Cranfield and InstructIR.
 
-    `scores` are those of each query, `obedience` those under the obedience controls.
+    `scores` has the values of each query, and `obedience` the means under the obedience controls.
     """
     import numpy as np
 
@@ -205,6 +205,8 @@ def robustness(encoder: Any, data: Path) -> float:
     """Return Robustness@10 on InstructIR's instructions for 300 queries, among the passages of msmarco_seeds."""
     import numpy as np
 
+    from infembed_ray.evaluation import metrics
+
     with (data / "msmarco_seeds" / "seeds.jsonl").open(encoding="utf-8") as lines:
         passages = {seed["pid"]: seed["passage"] for seed in map(json.loads, lines)}
     row_of = {pid: row for row, pid in enumerate(passages)}
@@ -221,10 +223,9 @@ def robustness(encoder: Any, data: Path) -> float:
     own = np.array([relevant[row["_id"]] for row in asked])
     rank = (scores > scores[np.arange(len(own)), own][:, None]).sum(axis=1)  # from 0
     ndcg = np.where(rank < 10, 1 / np.log2(rank + 2), 0.0)
-    worst = dict.fromkeys(queries, 1.0)
-    for row, value in zip(asked, ndcg.tolist(), strict=True):
-        worst[row["metadata"]["origin_query"]] = min(worst[row["metadata"]["origin_query"]], value)
-    return statistics.fmean(worst.values())
+    values = {row["_id"]: value for row, value in zip(asked, ndcg.tolist(), strict=True)}
+    query_of = {row["_id"]: row["metadata"]["origin_query"] for row in asked}
+    return statistics.fmean(metrics.robustness(values, query_of).values())
 
 
 def rankings(encoder: Any, task: Any, passages: Any) -> dict[str, dict[str, float]]:

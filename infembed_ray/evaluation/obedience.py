@@ -218,7 +218,7 @@ def require_gates(settings: EvaluateSettings, published: Published) -> Published
     """Check a published evaluation, if the settings have a gate; return it with what the gates compared.
 
     Raises:
-        GateError: some gates failed; one line each. Undecided ones are told.
+        GateError: some gates failed; one line each. Undecided gates do not fail.
         InputError: no task has changed instructions.
     """
     if settings.gate is None:

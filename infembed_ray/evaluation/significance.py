@@ -99,7 +99,8 @@ def compare(
     low, high = np.quantile(drawn, [tails, 1 - tails], axis=0)
     deltas = drawn - drawn[:, :1]
     low_delta, high_delta = np.quantile(deltas, [tails, 1 - tails], axis=0)
-    p_values = holm(_randomisation(strata, resamples, np.random.default_rng(seed)).tolist()[1:])
+    exchanges = resamples if len(means) > 1 else 0  # one model differs from none
+    p_values = holm(_randomisation(strata, exchanges, np.random.default_rng(seed)).tolist()[1:])
     return [
         Compared(
             IntervalEstimate(float(means[m]), float(low[m]), float(high[m])),

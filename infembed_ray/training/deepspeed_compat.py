@@ -71,9 +71,8 @@ def lighten(engine: Any) -> None:
     optimizer._update_model_bit16_weights = lambda group: None
     optimizer.get_grad_norm_direct = partial(_norm, optimizer)
     groups = list(enumerate(optimizer.params_in_partition))
-    if deepspeed.comm.get_world_size() > 1 or not all(
-        optimizer._use_compact_grad_partition_buffer(n) for n, _ in groups
-    ):
+    flat = all(optimizer._use_compact_grad_partition_buffer(n) for n, _ in groups)
+    if deepspeed.comm.get_world_size() > 1 or not flat:
         return
 
     def add(group: int, place: int, parameter: nn.Parameter) -> None:

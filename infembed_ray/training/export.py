@@ -17,10 +17,10 @@ from infembed_ray.training.zero_init import restore_buffers, stored_weights
 def export(checkpoint: Path, settings: TrainSettings, path: Path, exclusion_weight: float = 0.0) -> None:
     """Write the fp32 master weights of a training checkpoint, of any ZeRO stage, as a model directory.
 
-    They are interpolated with the model's own weights, as in WiSE-FT (arXiv 2109.01903), if the settings say so.
-    Adapters are merged into the weights of the model's files. Where every parameter is one tensor of these files, and
-    nothing is interpolated, weights are read and written file by file; otherwise the model is loaded whole. InputError if weights are not finite.
-    `exclusion_weight` is that of the model.
+    The setting `interpolation` mixes them with the model's own weights, as WiSE-FT does (arXiv 2109.01903). Adapters are
+    merged into the weights of the model's files. Without interpolation, and where every parameter is one tensor of these
+    files, weights are read and written file by file; otherwise the model is loaded whole. `exclusion_weight` is that of
+    the model. InputError if weights are not finite.
     """
     weights = deepspeed_compat.master_weights(checkpoint)
     pretrained.require_finite(f"output={settings.output}", ((name, w.contiguous()) for name, w in weights.items()))
