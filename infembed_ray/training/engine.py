@@ -32,6 +32,8 @@ def connect(settings: TrainSettings) -> None:
     _set_single_process_environment()
     deepspeed_compat.skip_builds()
     deepspeed.init_distributed(dist_backend=None if settings.gpus_per_worker else "gloo", verbose=False)
+    if settings.gpus_per_worker:  # NCCL guesses the device of a barrier from the rank if no tensor came before it
+        torch.distributed.all_reduce(torch.zeros(1, device=f"cuda:{os.environ['LOCAL_RANK']}"))
 
 
 class Engine:
