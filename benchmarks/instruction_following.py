@@ -65,8 +65,9 @@ RECIPE_SETTINGS: dict[str, Any] = {
     "term_weights": {"I": 4},
     "learning_rate": 1e-4,
     "interpolation": 0.7,
+    "validation": "dev",
 }
-"""The recipe of jobs/configs/recipes/obedience.yaml."""
+"""The recipe of jobs/configs/recipes/obedience.yaml. `validation` names the file whose records choose the weight of exclusions."""
 TABLES: dict[str, dict[str, dict[str, Any]]] = {
     "headline": {MULTI: ONE_NEGATIVE, RECIPE: RECIPE_SETTINGS},
     # 114 and 228 steps on 228 records, 105 and 210 on 417, and 210 on 417 that each seed draws from all 645.
@@ -95,6 +96,8 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
         "  and 2 mined negatives": {"mined": 2},
     },
 }
+LAST_STEP = 10**6
+"""Steps between evaluations during training: the last step alone is evaluated."""
 BASE = "base"
 ROBUST_QUERIES = 300
 Part = Callable[[dict[str, Any]], dict[str, Any]]
@@ -114,6 +117,8 @@ def train_and_evaluate(run: Run, data: Path, model: str, mined: Path | None) -> 
     began = time.monotonic()
     own = dict(run["settings"])
     names, drawn = own.pop("train", ["train"]), own.pop("drawn", None)
+    if held := own.pop("validation", None):
+        own["validation"] = {"records": str(data / "infir_mini" / f"{held}.jsonl"), "every": LAST_STEP}
     records = training_records(data, names, mined, own.pop("mined", None))
     if drawn:
         records = random.Random(run["seed"]).sample(records, drawn)

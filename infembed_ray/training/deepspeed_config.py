@@ -38,6 +38,9 @@ def check(settings: TrainSettings) -> None:
     if settings.interpolation < 1 and settings.lora is not None:
         fault, remedy = "lora trains adapters, which have no weights of the model's own", "leave one of the two out"
         raise InputError.of("interpolation", settings.interpolation, fault, remedy)
+    if settings.interpolation < 1 and settings.validation is not None and stage == 3:
+        fault = "validation measures the published weights, of which a worker has a part under zero_stage=3"
+        raise InputError.of("interpolation", settings.interpolation, fault, "set zero_stage=2, or leave validation out")
     if settings.precision == "bf16" and stage == 0:
         remedy = "set zero_stage=1 or higher"
         raise InputError.of("precision", "bf16", "zero_stage=0 would accumulate and export in bf16", remedy)

@@ -5,8 +5,9 @@ variables of torch.distributed. It sets those of a single process where there ar
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -60,6 +61,10 @@ class Engine:
             model=encoder, model_parameters=trained, config=deepspeed_config(settings)
         )
         deepspeed_compat.lighten(self._deepspeed)
+        mixes = settings.interpolation < 1 and settings.validation is not None
+        self._own = {
+            n: p.detach().clone() for n, p in encoder.named_parameters() if mixes and not n.startswith("interaction.")
+        }
         passes = GradCache if settings.grad_cache_tokens else KeptGraphs
         self._passes = passes(self._deepspeed, partial(deepspeed_compat.backward, self._deepspeed))
         self._files = CheckpointFiles()
@@ -90,6 +95,19 @@ class Engine:
             embeddings = torch.cat([self._deepspeed(layout.to(self.encoder.device)) for _, layout in passes])
         self._deepspeed.train()
         return _in_order(embeddings, passes, len(sequences))
+
+    @contextmanager
+    def published_weights(self) -> Iterator[None]:
+        """Have the weights that the setting `interpolation` would publish, for the block."""
+        mixed = [(p.data, own) for n, p in self.encoder.named_parameters() if (own := self._own.get(n)) is not None]
+        trained = [weights.clone() for weights, _ in mixed]
+        for weights, own in mixed:
+            weights.lerp_(own, 1 - self._settings.interpolation)
+        try:
+            yield
+        finally:
+            for (weights, _), kept in zip(mixed, trained, strict=True):
+                weights.copy_(kept)
 
     def _idle_passes(self, passes: Sequence[Pass], sequences: Sequence[Tokens]) -> list[Pass]:
         """Return idle passes that make the number of passes equal on all workers.

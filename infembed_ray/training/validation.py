@@ -61,7 +61,8 @@ class Validation:
         """
         if self._settings is None or (progress.step % self._settings.every and progress.step < steps):
             return progress, {}
-        figures = self.figures(engine)
+        with engine.published_weights():
+            figures = self.figures(engine)
         progress = replace(progress, exclusion_weight=figures.get(EXCLUSION_WEIGHT, 0.0))
         return _with_score(progress, figures[f"{PREFIX}{self._settings.metric}"]), figures
 

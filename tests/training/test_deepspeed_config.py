@@ -36,6 +36,7 @@ def test_offload_becomes_deepspeed_keys():
         ({"zero_stage": 2, "offload": "all"}, "offload"),
         ({"precision": "bf16", "zero_stage": 0}, "precision"),
         ({"interpolation": 0.5, "lora": {}}, "interpolation"),
+        ({"interpolation": 0.5, "validation": {"records": "-"}, "zero_stage": 3}, "interpolation"),
         ({"deepspeed": {"train_micro_batch_size_per_gpu": 4}}, "deepspeed.train_micro_batch_size_per_gpu"),
         ({"deepspeed": {"train_batch_size": 4}}, "deepspeed.train_batch_size"),
         ({"deepspeed": {"optimizer": {"params": {"lr": 1}}}}, "deepspeed.optimizer.params.lr"),

@@ -85,6 +85,9 @@ def all_runs(rank, settings, directory):
     results = {}
     results["validated"] = run(settings)
     results["plain"] = run(settings.model_copy(update={"validation": None, "output": f"{directory}/plain"}))
+    mixed = settings.model_copy(update={"lora": None, "zero_stage": 2, "interpolation": 0.4})
+    results["mixed"] = run(mixed.model_copy(update={"output": f"{directory}/mixed"}))
+    results["mixed, plain"] = run(mixed.model_copy(update={"validation": None, "output": f"{directory}/mixed-plain"}))
 
     figures = iter([0.1, 0.3, 0.3, 0.2, *[0.9] * 99])  # two improvements, two evaluations without, then no more
 
@@ -116,9 +119,16 @@ def scores(path):
 
 
 @pytest.mark.integration
-def test_validation_does_not_change_the_training(made):
-    ours, theirs = (made[name].path for name in ("validated", "plain"))
+@pytest.mark.parametrize("names", [("validated", "plain"), ("mixed", "mixed, plain")])
+def test_validation_does_not_change_the_training(made, names):
+    ours, theirs = (made[name].path for name in names)
     assert [line["loss"] for line in read_metrics(ours)] == [line["loss"] for line in read_metrics(theirs)]
+
+
+@pytest.mark.integration
+def test_interpolated_weights_are_validated_as_they_are_published(made, settings):
+    p_mrr, _ = evaluated(str(made["mixed"].path), settings)
+    assert p_mrr == pytest.approx(made["mixed"].manifest["exported"]["score"], abs=1e-6)
 
 
 @pytest.mark.integration
