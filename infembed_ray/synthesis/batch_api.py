@@ -31,8 +31,7 @@ from infembed_ray.progress import counted, say
 from infembed_ray.records.tables import Seed
 from infembed_ray.storage import durable
 from infembed_ray.synthesis.batch_files import NoAnswer, RequestBatch, prompt_tokens, read_answers, upload_line
-from infembed_ray.synthesis.outcome import kind_of
-from infembed_ray.synthesis.pipeline import next_request
+from infembed_ray.synthesis.pipeline import kind_of, next_request
 
 MOST_BYTES = 200 * 10**6
 """OpenAI's limit of one input file."""

@@ -46,9 +46,8 @@ from infembed_ray.storage.object_store import Folder
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import Published, Step, require_writable
 from infembed_ray.synthesis.batch_files import leaving_out
-from infembed_ray.synthesis.outcome import Outcome
 from infembed_ray.synthesis.outputs import Outputs, described, nothing_kept
-from infembed_ray.synthesis.pipeline import CircuitBreaker, synthesize
+from infembed_ray.synthesis.pipeline import CircuitBreaker, Outcome, synthesize
 from infembed_ray.synthesis.preflight import BATCHES, Job, check, prepare, resolve
 from infembed_ray.telemetry import report
 

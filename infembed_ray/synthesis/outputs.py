@@ -19,7 +19,7 @@ from infembed_ray.llm.prices import PriceTable
 from infembed_ray.progress import counted
 from infembed_ray.records import tables
 from infembed_ray.storage.steps import Staging
-from infembed_ray.synthesis.outcome import SCHEMAS, Kind, Outcome, Spend, kind_of
+from infembed_ray.synthesis.pipeline import SCHEMAS, Kind, Outcome, Spend, kind_of
 from infembed_ray.telemetry import report
 
 _FILES: Mapping[Kind, str] = {

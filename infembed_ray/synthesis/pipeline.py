@@ -4,13 +4,18 @@ The calls of a row follow one another, so a row that fails pays for nothing more
 writes, or `judge_` and what is judged.
 """
 
+from __future__ import annotations
+
 import random
+import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import pyarrow as pa
 
 from infembed_ray.config.llm import ChatModel
 from infembed_ray.config.synthesis import CheapJudge, SynthesizeSettings
@@ -31,15 +36,16 @@ from infembed_ray.llm.chat import (
     usable_text,
 )
 from infembed_ray.llm.journal import Journal, replaying
-from infembed_ray.records.tables import SCENARIOS, Seed
+from infembed_ray.records.tables import DEAD_LETTER, RECORD, REJECTED, SCENARIOS, Seed
 from infembed_ray.redaction import masked
 from infembed_ray.synthesis import filters, judge, templates
 from infembed_ray.synthesis.batch_files import LEFT_OUT
-from infembed_ray.synthesis.outcome import SCHEMAS, Kind, Outcome, Spend, kind_of
 
 T = TypeVar("T")
+Kind = Literal["kept", "rejected", "dead_letter"]
 
-_COLUMNS = {kind: frozenset(schema.names) for kind, schema in SCHEMAS.items()}
+SCHEMAS: Mapping[Kind, pa.Schema] = {"kept": RECORD, "rejected": REJECTED, "dead_letter": DEAD_LETTER}
+"""Columns of the rows of each kind."""
 
 _JUDGE = "judge_"
 CHEAP_JUDGE = "cheap_judge_"
@@ -79,6 +85,49 @@ def model_of(settings: SynthesizeSettings, step: str) -> tuple[str, ChatModel]:
     if settings.cheap_judge is not None and step.startswith(CHEAP_JUDGE):
         return "cheap_judge", settings.cheap_judge
     return ("judge", settings.judge) if step.startswith(_JUDGE) else ("generator", settings.generator)
+
+
+def kind_of(error: str) -> str:
+    """Return the error of a dead letter without its details, for example `HTTP 400`."""
+    return re.split("[:;(]", error, maxsplit=1)[0].strip()
+
+
+@dataclass(frozen=True)
+class Spend:
+    """Answered calls and their cost."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    usd: float | None = 0.0
+    """List price, or that of the Batch API; None if the price table lacks a model."""
+
+    def __add__(self, other: Spend) -> Spend:
+        return Spend(
+            self.calls + other.calls,
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            None if self.usd is None or other.usd is None else self.usd + other.usd,
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one seed."""
+
+    kind: Kind
+    row: Mapping[str, Any]
+    """Columns of `SCHEMAS[kind]`, without those that were not reached."""
+    paid: Spend
+    """In this run."""
+    replayed: Spend
+    """Answered by journals, so paid before this run."""
+    complement: Mapping[str, Any] | None = None
+    """Columns of `records.COMPLEMENT` for a kept record; None if `settings.complement` is off."""
+    traceback: str | None = None
+    """Of an unexpected exception, which made the row a dead letter."""
+    from_journal: bool = False
+    """Whether a journal answered the row's last request."""
 
 
 class _Rejected(Exception):
@@ -223,7 +272,7 @@ class _Row:
     def outcome(self, kind: Kind, **why: str) -> Outcome:
         """Return the row as far as it came; `why` says at which step it ended and for what reason."""
         columns = {**self.columns, **why, "provenance": self._provenance()}
-        row = {name: value for name, value in columns.items() if name in _COLUMNS[kind]}
+        row = {name: value for name, value in columns.items() if name in SCHEMAS[kind].names}
         paid = [exchange for exchange in self._answered if not exchange[1].replayed]
         replayed = [exchange for exchange in self._answered if exchange[1].replayed]
         from_journal = bool(replayed) and replayed[-1][0] is self.asked[-1]

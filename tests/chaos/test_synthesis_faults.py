@@ -14,8 +14,7 @@ from infembed_ray.llm.journal import Journal
 from infembed_ray.llm.ledger import Grant, LeaseReport, Ledger, RateLimiter
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.records.tables import Seed
-from infembed_ray.synthesis.outcome import Outcome
-from infembed_ray.synthesis.pipeline import synthesize
+from infembed_ray.synthesis.pipeline import Outcome, synthesize
 from tests.support.stand_in_answers import CHAOS
 from tests.support.stand_in_llm import StandIn, stand_in
 from tests.synthesis.runs import ROWS, answered_most

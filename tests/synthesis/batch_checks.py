@@ -17,8 +17,7 @@ from infembed_ray.llm.chat import Completion, Request, RunFailure, Unjournaled
 from infembed_ray.llm.endpoint import parse_completion
 from infembed_ray.llm.journal import Journal, replaying
 from infembed_ray.records.tables import Seed
-from infembed_ray.synthesis.outcome import Outcome
-from infembed_ray.synthesis.pipeline import synthesize
+from infembed_ray.synthesis.pipeline import Outcome, synthesize
 from tests.support import stand_in_answers
 from tests.support.stand_in_llm import StandIn
 from tests.support.waiting import wait_until

@@ -7,8 +7,7 @@ from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Completion, Request
 from infembed_ray.records.tables import Seed
 from infembed_ray.synthesis import judge
-from infembed_ray.synthesis.outcome import Outcome
-from infembed_ray.synthesis.pipeline import synthesize
+from infembed_ray.synthesis.pipeline import Outcome, synthesize
 from tests.support import stand_in_answers
 
 SEED = Seed(

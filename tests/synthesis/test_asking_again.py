@@ -12,8 +12,7 @@ import pytest
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import CAP, Completion, Request
 from infembed_ray.llm.journal import Journal, replaying
-from infembed_ray.synthesis.outcome import Outcome
-from infembed_ray.synthesis.pipeline import synthesize
+from infembed_ray.synthesis.pipeline import Outcome, synthesize
 from tests.support import stand_in_answers
 from tests.synthesis.scripted_model import JUDGING, POOL, SEED, WRITING, Model
 

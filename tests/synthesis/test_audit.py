@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from infembed_ray.synthesis.outcome import Outcome, Spend
 from infembed_ray.synthesis.outputs import JudgeAudit, described, wilson
+from infembed_ray.synthesis.pipeline import Outcome, Spend
 
 
 def row(kind: Any, *judges: str | None, audit: str | None = None) -> Outcome:

@@ -12,8 +12,7 @@ from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Completion
 from infembed_ray.records.tables import SCENARIOS
 from infembed_ray.synthesis.judge import ORDER
-from infembed_ray.synthesis.outcome import Outcome, Spend
-from infembed_ray.synthesis.pipeline import CircuitBreaker, synthesize
+from infembed_ray.synthesis.pipeline import CircuitBreaker, Outcome, Spend, synthesize
 from tests.support import stand_in_answers
 from tests.synthesis.scripted_model import JUDGING, POOL, SEED, WRITING, Model, outcome
 from tests.synthesis.test_pipeline import _number_of

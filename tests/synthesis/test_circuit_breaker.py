@@ -6,8 +6,7 @@ import pytest
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.llm.chat import Completion, Request, RowFailure
 from infembed_ray.records.tables import Seed
-from infembed_ray.synthesis.outcome import Kind, Outcome, Spend
-from infembed_ray.synthesis.pipeline import CircuitBreaker, synthesize
+from infembed_ray.synthesis.pipeline import CircuitBreaker, Kind, Outcome, Spend, synthesize
 from tests.support import stand_in_answers
 
 SETTINGS = SynthesizeSettings(seeds="", output="")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.records import tables, tuples
 from infembed_ray.synthesis import outputs
-from infembed_ray.synthesis.outcome import Kind, Outcome, Spend
 from infembed_ray.synthesis.outputs import Outputs
+from infembed_ray.synthesis.pipeline import Kind, Outcome, Spend
 
 TABLE = PriceTable("2026-01-01", {})
 FILES = (tables.KEPT_FILE, tables.REJECTED_FILE, tables.DEAD_LETTER_FILE)

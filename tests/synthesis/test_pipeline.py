@@ -19,8 +19,7 @@ from infembed_ray.llm.journal import decode, encode
 from infembed_ray.records import tables
 from infembed_ray.records.tables import SCENARIOS, Seed
 from infembed_ray.synthesis import judge
-from infembed_ray.synthesis.outcome import SCHEMAS, Outcome, Spend
-from infembed_ray.synthesis.pipeline import synthesize
+from infembed_ray.synthesis.pipeline import SCHEMAS, Outcome, Spend, synthesize
 from tests.support import stand_in_answers
 from tests.synthesis.scripted_model import JUDGING, POOL, SEED, SETTINGS, WRITING, Model, outcome
 

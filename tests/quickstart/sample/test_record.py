@@ -10,8 +10,7 @@ from infembed_ray.llm.journal import Journal, replaying
 from infembed_ray.quickstart import sample
 from infembed_ray.records import tables
 from infembed_ray.synthesis.judge import Pool
-from infembed_ray.synthesis.outcome import Outcome
-from infembed_ray.synthesis.pipeline import synthesize
+from infembed_ray.synthesis.pipeline import Outcome, synthesize
 from scripts.record_sample import TEST_TOPICS, record
 
 AUTHORED = [json.loads(line) for line in sample.AUTHORED.read_text(encoding="utf-8").splitlines()]
