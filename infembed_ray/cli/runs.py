@@ -26,7 +26,7 @@ from infembed_ray.storage.places import (
     read_text,
 )
 from infembed_ray.storage.run_state import SUFFIX
-from infembed_ray.storage.steps import LATEST, MANIFEST, STATES, open_place
+from infembed_ray.storage.steps import LATEST, MANIFEST, STATES, newest, open_place, resolve
 
 NEXT = {
     "synthesize": "infembed analyze records={0}  or  infembed train records={0} model=...",
@@ -138,8 +138,8 @@ def _finished(place: Place, names: Mapping[str, int]) -> Iterator[Run]:
         if path.name == MANIFEST and not _in_work(name):
             where = place if str(path.parent) == "." else place / str(path.parent)
             if run := _read(where):
-                newest = (read_text(place / str(path.parent.parent / LATEST)) or "").strip()
-                yield run | {"size": _size(names, path.parent), "latest": newest == run["identity"]}
+                named = (read_text(place / str(path.parent.parent / LATEST)) or "").strip()
+                yield run | {"size": _size(names, path.parent), "latest": named == run["identity"]}
 
 
 def _size(names: Mapping[str, int], folder: PurePosixPath) -> int:
@@ -180,7 +180,7 @@ def run_at(value: str) -> Run | None:
     """Return the finished run at an address, or the one that `latest` names there."""
     place = place_of(value)
     with errors_at(place, "RUN"):
-        return _read(place / (read_text(place / LATEST) or "").strip())
+        return _read(resolve(place))
 
 
 def _unfinished(file: Place) -> Run:
@@ -249,7 +249,7 @@ def _old(root: Place, names: Mapping[str, int]) -> Iterator[dict[str, Any]]:
             todo += [entry["address"] for entry in made["inputs"].values()]
     for where, run in runs.items():
         place = place_of(where)
-        if where not in kept and run["identity"] == place.name and read_text(place.parent / LATEST):
+        if where not in kept and run["identity"] == place.name and newest(place.parent):
             yield _entry(f"old output of `{run['stage']}`", place, run["size"], run["identity"])
 
 

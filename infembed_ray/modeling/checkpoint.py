@@ -100,7 +100,7 @@ def absolute(model: str, setting: str) -> str:
     """
     if is_uri(model):
         return address(find_input(model, setting))
-    path = resolve(Path(model).expanduser().absolute()).resolve()
+    path = Path(str(resolve(Path(model).expanduser().absolute()))).resolve()
     if path.is_dir():
         return str(path)
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:

@@ -15,9 +15,9 @@ from infembed_ray.config.pipeline import BASE, TRAINED, WIRES, PipelineSettings
 from infembed_ray.config.verbs import VERBS
 from infembed_ray.errors import KNOWN, Fault, InputError, check_all, explained
 from infembed_ray.progress import say
-from infembed_ray.storage.places import address, errors_at, place_of, read_text
+from infembed_ray.storage.places import address, errors_at, place_of
 from infembed_ray.storage.releases import RELEASE
-from infembed_ray.storage.steps import LATEST, Published, Step, alone, open_place
+from infembed_ray.storage.steps import Published, Step, alone, newest, open_place
 
 NOT_MADE = "/output-of-an-earlier-stage"
 """Stands for an output that is not there yet; faults that name it are none."""
@@ -104,7 +104,7 @@ def describe(settings: PipelineSettings) -> Iterator[str]:
     """
     faults: list[Fault] = []
     for stage in settings.stages:
-        waiting = [made for made in _makers(settings, stage) if not _latest(output_of(settings, made))]
+        waiting = [made for made in _makers(settings, stage) if not _has_output(output_of(settings, made))]
         try:
             if waiting:
                 _check_own(settings, stage)
@@ -136,11 +136,11 @@ def _makers(settings: PipelineSettings, stage: str) -> list[str]:
     return sorted(filter(None, {settings.maker(stage, setting) for setting in WIRES[stage]}))
 
 
-def _latest(output: str) -> str:
-    """Return the identity of the newest output that a stage has published there, empty if there is none."""
+def _has_output(output: str) -> bool:
+    """Return whether a stage has published an output there."""
     place = place_of(output)
     with errors_at(place, "output"):
-        return (read_text(place / LATEST) or "").strip()
+        return bool(newest(place))
 
 
 def _publish_release(settings: PipelineSettings, made: Mapping[str, Published]) -> Step:

@@ -71,8 +71,7 @@ def find_input(value: str, name: str) -> Place:
     """
     place = open_place(value, name)
     with errors_at(place, name):
-        if not (place / MANIFEST).is_file() and (newest := read_text(place / LATEST)):
-            place = place / newest.strip()
+        place = resolve(place)
         if place.exists() or (has_pattern(place) and expanded(place)):
             return place
     if isinstance(place, Folder):
@@ -124,12 +123,14 @@ def _hashed(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def resolve(path: Path) -> Path:
-    """Return the output that `latest` of a directory names, or the path itself."""
-    pointer = path / LATEST
-    if path.is_dir() and not (path / MANIFEST).exists() and pointer.is_file():
-        return path / pointer.read_text(encoding="utf-8").strip()
-    return path
+def resolve(place: Place) -> Place:
+    """Return the output that `latest` of a directory or folder names, or the place itself."""
+    return place if (place / MANIFEST).is_file() else place / newest(place)
+
+
+def newest(place: Place) -> str:
+    """Return the identity of the output that `latest` of a directory or folder names; empty if there is none."""
+    return (read_text(place / LATEST) or "").strip()
 
 
 def set_latest(root: Place, identity: str) -> None:
