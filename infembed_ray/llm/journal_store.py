@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from pyarrow import ArrowException
 
-from infembed_ray.llm.driver_watch import DRAIN_S
+from infembed_ray.llm.client import DRAIN_S
 from infembed_ray.llm.journal import Journal, has_writer, lock_ended, may_hold, segments
 from infembed_ray.llm.ledger import LEASE_S
 from infembed_ray.progress import say
@@ -158,7 +158,7 @@ def upload_leftovers(folder: Folder) -> None:
 
 
 def wait_for_writers(directory: Path, partition: str | None = None) -> None:
-    """Wait for actors of a killed driver, which journal their answers in flight (module `driver_watch`)."""
+    """Wait for actors of a killed driver, which journal their answers in flight (see `client.DriverWatch`)."""
     deadline = time.monotonic() + DRAIN_S + LEASE_S
     while any(map(has_writer, segments([directory], partition))):
         if time.monotonic() > deadline:

@@ -34,8 +34,7 @@ from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.errors import InputError, in_one_line
 from infembed_ray.llm import budget, prices
 from infembed_ray.llm.chat import RunFailure
-from infembed_ray.llm.client import ChatClient, run_in_thread
-from infembed_ray.llm.driver_watch import CAN_WATCH, RAY_ENVIRONMENT, DriverWatch
+from infembed_ray.llm.client import RAY_ENVIRONMENT, ChatClient, DriverWatch, run_in_thread
 from infembed_ray.llm.journal_store import open_journal, settle, wait_for_writers
 from infembed_ray.llm.ledger import Grant, LeaseReport, Ledger, LedgerStats, RateLimiter
 from infembed_ray.progress import Advance, say, track
@@ -46,7 +45,7 @@ from infembed_ray.storage.object_store import Folder
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import Published, Step, require_writable
 from infembed_ray.synthesis.batch_files import leaving_out
-from infembed_ray.synthesis.outputs import Outputs, described, nothing_kept
+from infembed_ray.synthesis.outputs import Outputs, described
 from infembed_ray.synthesis.pipeline import CircuitBreaker, Outcome, synthesize
 from infembed_ray.synthesis.preflight import BATCHES, Job, check, prepare, resolve
 from infembed_ray.telemetry import report
@@ -111,8 +110,7 @@ def run(settings: SynthesizeSettings) -> Published:
         ended = sum(staging.counts[kind] for kind in ("kept", "rejected", "dead_letter"))
         assert ended == job.number, f"{ended} of {job.number} seeds came out"
         outputs.require_few_dead_letters(settings.max_dead_letters)
-        if not staging.counts["kept"]:
-            raise InputError(nothing_kept(staging, outputs.first_failure))
+        outputs.require_kept()
     if staging.facts["cheap_judge"] is not None:
         say(f"synthesize: {described(staging.facts['cheap_judge'])}")
     if staging.counts["dead_letter"]:
@@ -238,7 +236,7 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
     rows = max(1, min(ROWS_PER_TASK, settings.in_flight // 2, job.number // (TASKS_PER_ACTOR * settings.actors)))
     tasks = write_tasks(file, job.seeds, rows, settings.actors)
     # A cluster that another process started outlives this one.
-    drains = CAN_WATCH and not os.environ.get("RAY_ADDRESS")
+    drains = not os.environ.get("RAY_ADDRESS")
     driver = (ray.get_runtime_context().get_node_id(), os.getpid()) if drains else None
     shared = ray.put((job.pool, job.left_out))
 
@@ -255,7 +253,7 @@ def _fan_out(job: Job, file: Path, coordinator: Any) -> Iterator[tuple[int, Outc
             ),
             num_cpus=CPUS_PER_ACTOR,
             ray_remote_args_fn=ray_compat.retries,
-            # Only actors that drain need it (module `driver_watch`): an environment of its own costs an actor a new process.
+            # Only actors that drain need it (`DriverWatch`): an environment of its own costs an actor a new process.
             **({"runtime_env": {"env_vars": RAY_ENVIRONMENT}} if driver else {}),
         )
 

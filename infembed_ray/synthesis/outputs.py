@@ -18,7 +18,6 @@ from infembed_ray.errors import InputError
 from infembed_ray.llm.prices import PriceTable
 from infembed_ray.progress import counted
 from infembed_ray.records import tables
-from infembed_ray.storage.steps import Staging
 from infembed_ray.synthesis.pipeline import SCHEMAS, Kind, Outcome, Spend, kind_of
 from infembed_ray.telemetry import report
 
@@ -54,7 +53,7 @@ class Outputs:
         self._rejected: Counter[str] = Counter()
         self._causes: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
-        self.first_failure = ""
+        self._first_failure = ""
         """Step and reason of the first seed that was not kept."""
         self._audit = JudgeAudit()
         self._paid = Spend()
@@ -89,7 +88,7 @@ class Outputs:
         self._replayed += outcome.replayed
         if outcome.kind != "kept":
             step, why = outcome.row["step"], outcome.row["reason" if outcome.kind == "rejected" else "error"]
-            self.first_failure = self.first_failure or f"seed {outcome.row['id']}, step {step}: {why}"
+            self._first_failure = self._first_failure or f"seed {outcome.row['id']}, step {step}: {why}"
             if outcome.kind == "dead_letter":
                 cause = f"{step}: {kind_of(why)}"
                 self._causes[cause] += 1
@@ -139,6 +138,15 @@ class Outputs:
                 f"or raise max_dead_letters; {tables.DEAD_LETTER_FILE} is in {self._directory}"
             )
 
+    def require_kept(self) -> None:
+        """Refuse a run that keeps no record by an InputError that names the first failure."""
+        if not self._kinds["kept"]:
+            files = f"{tables.REJECTED_FILE} and {tables.DEAD_LETTER_FILE} are in {self._directory}"
+            raise InputError(
+                f"0 of {self._next} seeds were kept ({self._kinds['rejected']} rejected, {self._kinds['dead_letter']} dead "
+                f"letters), so nothing is published: {self._first_failure}; {files}, the journal keeps every answer"
+            )
+
     def facts(self) -> dict[str, Any]:
         """Return the manifest's figures: cost of this run and of replayed completions, and why rows were rejected.
 
@@ -155,16 +163,6 @@ class Outputs:
             "rejected_by": dict(self._reasons.most_common()),
             "cheap_judge": self._audit.facts(),
         }
-
-
-def nothing_kept(staging: Staging, why: str) -> str:
-    """Return the message of a run that keeps no record."""
-    counts = staging.counts
-    files = f"{tables.REJECTED_FILE} and {tables.DEAD_LETTER_FILE} are in {staging.path}"
-    return (
-        f"0 of {counts['seeds']} seeds were kept ({counts['rejected']} rejected, {counts['dead_letter']} dead letters), so "
-        f"nothing is published: {why}; {files}, the journal keeps every answer"
-    )
 
 
 class _Table:

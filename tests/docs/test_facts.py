@@ -16,7 +16,8 @@ from infembed_ray.config.llm import Endpoint
 from infembed_ray.config.mining import MineSettings
 from infembed_ray.config.serving import RerankSettings
 from infembed_ray.config.synthesis import SynthesizeSettings
-from infembed_ray.llm import driver_watch, journal, journal_store
+from infembed_ray.llm import journal, journal_store
+from infembed_ray.llm.client import DRAIN_S
 from infembed_ray.mining import distributed as mining
 from infembed_ray.modeling import graphs, pipeline
 from infembed_ray.planning import memory
@@ -109,7 +110,7 @@ FACTS = [
     fact("docs/concepts/architecture.md", f"wait for more than {batching.MAX_WAIT_S:g} s"),
     fact("docs/concepts/blue-green.md", f"every {supervisor.LOOK_S:g} s it counts"),
     fact("docs/concepts/journal.md", f"at most {1000 * journal.SYNC_EVERY_S:g} ms"),
-    fact("docs/concepts/journal.md", f"in flight for up to {driver_watch.DRAIN_S:g} s"),
+    fact("docs/concepts/journal.md", f"in flight for up to {DRAIN_S:g} s"),
     fact("docs/concepts/journal.md", f"or {journal_store.UPLOAD_BYTES // MIB} MiB"),
     fact("docs/guides/analyze.md", f"at most {report.SHOWN} kept, removed and rejected rows"),
     fact("docs/guides/analyze.md", f"shares {overlap.NGRAM} consecutive words"),

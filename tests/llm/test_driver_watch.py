@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from infembed_ray.config.llm import Endpoint, Limits
-from infembed_ray.llm import driver_watch
+from infembed_ray.llm import client as client_module
 from infembed_ray.llm.chat import RunFailure
-from infembed_ray.llm.client import ChatClient
-from infembed_ray.llm.driver_watch import DriverWatch
+from infembed_ray.llm.client import ChatClient, DriverWatch
 from infembed_ray.llm.journal import Journal, has_writer, segments
 from infembed_ray.llm.ledger import Grant, LeaseReport, Ledger, RateLimiter
 from infembed_ray.llm.prices import PriceTable
@@ -23,7 +22,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.skipif(sys.platform != "linux
 def test_after_the_driver_dies_an_actor_journals_the_requests_in_flight_and_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drain_s: float, answered: int
 ) -> None:
-    monkeypatch.setattr(driver_watch, "DRAIN_S", drain_s)
+    monkeypatch.setattr(client_module, "DRAIN_S", drain_s)
 
     async def live(server: StandIn) -> list[object]:
         ledger, exited = Ledger(Limits()), asyncio.get_running_loop().create_future()

@@ -32,8 +32,8 @@ from tests.synthesis.runs import FILES, ROWS, Held, alive, answered_most, rows_o
 
 @pytest.fixture(autouse=True)
 def no_drain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let actors use Ray's idle workers; an actor that drains costs a new process (see test_driver_watch)."""
-    monkeypatch.setattr(distributed, "CAN_WATCH", False)
+    """Let actors use Ray's idle workers: on a cluster of others they do not drain, which costs a new process."""
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
 
 
 @pytest.fixture(scope="module")
