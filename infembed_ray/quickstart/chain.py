@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
@@ -51,17 +50,6 @@ CORPUS = "corpus.jsonl"
 REPORT = "report.html"
 
 
-@dataclass(frozen=True)
-class QuickstartOutputs:
-    """Published output of each stage."""
-
-    records: Published
-    analysis: Published
-    checkpoint: Published
-    results: Published
-    index: Published
-
-
 def run(directory: str, port: int, keep_serving: bool) -> None:
     """Run the whole product under `directory`; finished stages are not run again.
 
@@ -72,11 +60,20 @@ def run(directory: str, port: int, keep_serving: bool) -> None:
     backbone = _backbone()
     require_free_port("127.0.0.1", port)
     outputs = run_stages(root, backbone)
-    settings = ServeSettings(index=outputs.index.address, port=port, api_keys_env=None, wait=False)
+    settings = ServeSettings(index=outputs["index"].address, port=port, api_keys_env=None, wait=False)
     _title("serve", "encoder and index shards behind an HTTP API, on Ray Serve")
     with serving(settings) as url:
         before, after = _ask(url, backbone, root / CORPUS)
-        report = _report(root / REPORT, outputs, {BEFORE: before, AFTER: after})
+        report = write_report(
+            root / REPORT,
+            funnel=outputs["records"].manifest["counts"],
+            results=results.read(outputs["results"].path),
+            rankings={BEFORE: before, AFTER: after},
+            details={
+                "analysis of the records": outputs["analysis"].path / ANALYSIS_REPORT,
+                "evaluation": outputs["results"].path / REPORT_FILE,
+            },
+        )
         if keep_serving:
             say(f"\nDone. Report: {report}\nServing at {url}/ (playground).")
             say(f"Ask it from another terminal:\n{_questions(port)}\nPress Ctrl-C to stop.")
@@ -85,8 +82,8 @@ def run(directory: str, port: int, keep_serving: bool) -> None:
     say(ending(root, report, port))
 
 
-def run_stages(root: Path, backbone: str) -> QuickstartOutputs:
-    """Run every stage before serving, from synthesis to the index."""
+def run_stages(root: Path, backbone: str) -> dict[str, Published]:
+    """Run every stage before serving, from synthesis to the index; return their outputs by their directories in `root`."""
     synthesis = SynthesizeSettings(
         seeds=str(SEEDS), output=str(root / "records"), replay=(str(JOURNAL),), generator=MODEL, judge=MODEL
     )
@@ -118,7 +115,7 @@ def run_stages(root: Path, backbone: str) -> QuickstartOutputs:
     corpus = _write_corpus(root / CORPUS, made)
     indexing = IndexSettings(corpus=str(corpus), model=checkpoint.address, output=str(root / "index"))
     built = _run("all passages of the sample, in two FAISS shards", index, indexing)
-    return QuickstartOutputs(made, analysis, checkpoint, evaluated, built)
+    return {"records": made, "analysis": analysis, "checkpoint": checkpoint, "results": evaluated, "index": built}
 
 
 def _run(what: str, stage: Callable[[S], Published], settings: S) -> Published:
@@ -127,19 +124,6 @@ def _run(what: str, stage: Callable[[S], Published], settings: S) -> Published:
     output = stage(settings)
     say(output.summary)
     return output
-
-
-def _report(path: Path, outputs: QuickstartOutputs, rankings: dict[str, list[Ranking]]) -> Path:
-    return write_report(
-        path,
-        funnel=outputs.records.manifest["counts"],
-        results=results.read(outputs.results.path),
-        rankings=rankings,
-        details={
-            "analysis of the records": outputs.analysis.path / ANALYSIS_REPORT,
-            "evaluation": outputs.results.path / REPORT_FILE,
-        },
-    )
 
 
 def _backbone() -> str:

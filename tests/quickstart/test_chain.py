@@ -126,7 +126,7 @@ def test_quickstart_prints_what_the_tutorial_shows_and_a_second_run_has_nothing_
 
     capsys.readouterr()
     second = chain.run_stages(ROOT, minilm)
-    assert not any(output.fresh for output in vars(second).values())
+    assert not any(output.fresh for output in second.values())
     again = capsys.readouterr().out
     assert again.count("nothing to do: same inputs and settings") == 5
     assert measures(again) == measures(printed)
