@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infembed_ray.config.verbs import VERBS
 from infembed_ray.errors import InputError
 from infembed_ray.records import tables
 from infembed_ray.records.tables import Record
@@ -144,8 +145,6 @@ def build_index(settings: IndexSettings | Mapping[str, Any] | None = None, /, **
 
 
 def _run(verb: str, settings: Settings | Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> Published:
-    from infembed_ray.config.verbs import VERBS
-
     published: Published = VERBS[verb].run(resolved(_settings(verb, settings, keywords)))
     return published
 
@@ -156,8 +155,6 @@ def _settings(verb: str, given: Settings | Mapping[str, Any] | None, keywords: M
     Raises:
         InputError: a value is invalid, or `given` has the settings of another stage.
     """
-    from infembed_ray.config.verbs import VERBS
-
     expected = VERBS[verb].settings
     if isinstance(given, expected):
         given = {name: getattr(given, name) for name in given.model_fields_set}

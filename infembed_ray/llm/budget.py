@@ -74,15 +74,6 @@ def resume(journal: Place, table: PriceTable) -> float:
     return usd
 
 
-def reconcile(journal: Place) -> str:
-    """Count only the journal's answers as spent from now on; return what the note said until then."""
-    note = _read_note(journal)
-    _write_note(journal, {"usd": 0.0})
-    if "at_most_usd" in note:
-        return f"at most {note['at_most_usd']:.4f} USD, answers included"
-    return f"{note['usd']:.4f} USD besides the answers"
-
-
 def note_unjournaled(journal: Place, table: PriceTable, committed_usd: float) -> None:
     """Note what was or may have been spent on answers that never arrived, once a run that committed this much has ended."""
     _write_note(journal, {"usd": max(0.0, committed_usd - _journaled_usd(journal, table))})
@@ -157,7 +148,7 @@ def run(action: str, journal: str) -> int:
             raise InputError.of("DIR", journal, "no such directory", "give a journal's")
         if isinstance(place, Folder):
             upload_leftovers(place)
-        return _stats(place) if action == "stats" else _reconcile(place)
+        return _stats(place) if action == "stats" else reconcile(place)
     except OSError as error:
         raise InputError(f"{error.filename or journal}: {error.strerror}; correct that and run it again") from error
 
@@ -182,9 +173,14 @@ def _stats(journal: Place) -> int:
     return 1 if stats.damaged else 0
 
 
-def _reconcile(journal: Place) -> int:
+def reconcile(journal: Place) -> int:
+    """Count only the journal's answers as spent from now on, and show what the note said; InputError while a run writes to it."""
     directory = journal if isinstance(journal, Path) else directory_of(journal)
     if any(map(has_writer, segments([directory]))):
         raise InputError.of("DIR", journal, "a run writes to it", "wait until it has ended")
-    say(f"{journal}: counted as spent until now: {reconcile(journal)}; from now on only its answers")
+    note = _read_note(journal)
+    _write_note(journal, {"usd": 0.0})
+    before = f"at most {note['at_most_usd']:.4f} USD, answers included" if "at_most_usd" in note else ""
+    before = before or f"{note['usd']:.4f} USD besides the answers"
+    say(f"{journal}: counted as spent until now: {before}; from now on only its answers")
     return 0

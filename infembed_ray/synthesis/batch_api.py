@@ -169,7 +169,7 @@ class _BatchRunner:
         wave: list[RequestBatch] = []
         drafts: defaultdict[str, _Draft] = defaultdict(_Draft)  # by model
         drafted: set[str] = set()
-        over_budget = 0
+        over_budget, budget_usd = 0, self._settings.limits.budget_usd
         for index, seed in enumerate(seeds):
             if index in finished:
                 continue
@@ -178,7 +178,7 @@ class _BatchRunner:
                 finished.add(index)
             elif request.key in drafted:
                 continue
-            elif self._worst_usd(request) > self._left_usd:
+            elif budget_usd is not None and self._committed_usd + self._worst_usd(request) > budget_usd:
                 over_budget += 1
             else:
                 drafted.add(request.key)
@@ -186,7 +186,7 @@ class _BatchRunner:
         wave += [self._prepare(draft) for draft in drafts.values()]
         if over_budget and not wave:
             raise RunFailure(
-                f"limits.budget_usd={self._settings.limits.budget_usd}: the budget is used up; {counted(over_budget, 'request')} "
+                f"limits.budget_usd={budget_usd}: the budget is used up; {counted(over_budget, 'request')} "
                 "are left; raise it, the same command resumes"
             )
         return wave
@@ -215,12 +215,6 @@ class _BatchRunner:
     def _worst_usd(self, request: Request) -> float:
         usd = BATCH_PRICE * worst_case(request, self._prices)[USD]
         return usd if math.isfinite(usd) else 0.0  # unknown price: there is no budget
-
-    @property
-    def _left_usd(self) -> float:
-        """What is left of the budget."""
-        budget = self._settings.limits.budget_usd
-        return math.inf if budget is None else budget - self._committed_usd
 
     # ----------------------------------------------------------------------------------------------- scheduling
 
@@ -260,7 +254,9 @@ class _BatchRunner:
                 say(f"synthesize: batch {batch.batch_id}: {counted(batch.requests, 'request')} submitted")
             elif batch.stage == "submitting":
                 await self._submit(batch, doubtful=True)
-            remote = await self._wait(batch)
+            assert batch.batch_id is not None
+            while (remote := await self._client.describe(batch.batch_id)).status not in _ENDED:
+                await asyncio.sleep(self._batches.poll_s)
             if refusal := _quota_refusal(remote):
                 raise QuotaExceeded(refusal)
         except QuotaExceeded as refusal:
@@ -303,12 +299,6 @@ class _BatchRunner:
         assert batch.file_id is not None
         batch.save(stage="submitted", batch_id=await self._client.submit(batch.file_id, batch.tag, doubtful))
 
-    async def _wait(self, batch: RequestBatch) -> RemoteBatch:
-        assert batch.batch_id is not None
-        while (remote := await self._client.describe(batch.batch_id)).status not in _ENDED:
-            await asyncio.sleep(self._batches.poll_s)
-        return remote
-
     # ----------------------------------------------------------------------------------------------- collecting
 
     async def _collect(self, batch: RequestBatch, remote: RemoteBatch) -> None:
@@ -347,9 +337,11 @@ class _BatchRunner:
                 self._faults[request.key] = fault._replace(refused=fault.refused and change is None)
                 continue
             answered += 1
-            usd = self._count_answered(request, completion)
+            usd = self._prices.usd(request.model, completion)
+            self.report.answered += 1
+            self.report.usd = None if self.report.usd is None or usd is None else self.report.usd + usd
             if self._journal.get(*request.keys) is None:  # otherwise a crash interrupted an earlier collection
-                spent_usd += usd
+                spent_usd += usd or 0.0
                 new.append((request, completion))
                 if len(new) == _APPENDED_TOGETHER:
                     await self._append(new)
@@ -360,13 +352,6 @@ class _BatchRunner:
     async def _append(self, exchanges: list[tuple[Request, Completion]]) -> None:
         await asyncio.gather(*(self._journal.append(*exchange) for exchange in exchanges))
         exchanges.clear()
-
-    def _count_answered(self, request: Request, completion: Completion) -> float:
-        """Count an answer; return its price, 0 if it is unknown."""
-        usd = self._prices.usd(request.model, completion)
-        self.report.answered += 1
-        self.report.usd = None if self.report.usd is None or usd is None else self.report.usd + usd
-        return usd or 0.0
 
     # ----------------------------------------------------------------------------------------------- what is left
 

@@ -491,18 +491,15 @@ class CircuitBreaker:
         if step is not None and outcome.kind == "dead_letter":
             replayed = outcome.from_journal and outcome.traceback is None
             if passed >= self._passed and not replayed and not outcome.row["error"].startswith(LEFT_OUT):
-                self._count_failure(step, outcome.row["error"])
+                failed = step, kind_of(outcome.row["error"])
+                self._failures[failed] += 1
+                if self._failures[failed] >= self._alike and self.failure is None:
+                    setting, model = model_of(self._settings, step)
+                    self.failure = (
+                        f"{setting}.model={model.model}: step {step} failed alike for all of the first {self._failures[failed]} "
+                        f"rows ({outcome.row['error']}); correct the settings of {setting} or of the endpoint"
+                    )
         return self.failure
-
-    def _count_failure(self, step: str, error: str) -> None:
-        failed = step, kind_of(error)
-        self._failures[failed] += 1
-        if self._failures[failed] >= self._alike and self.failure is None:
-            setting, model = model_of(self._settings, step)
-            self.failure = (
-                f"{setting}.model={model.model}: step {step} failed alike for all of the first "
-                f"{self._failures[failed]} rows ({error}); correct the settings of {setting} or of the endpoint"
-            )
 
 
 def _passed_by_kept(outcome: Outcome) -> int:

@@ -279,18 +279,14 @@ def estimate(job: Job) -> Estimate:
 def _count(made: Estimate, job: Job, seed: Seed, step: str) -> None:
     """Add what a step of a row takes."""
     model, calls = model_of(job.settings, step)[1], 2 if step.startswith(CHEAP_JUDGE) else 1
-    prompt, answer = calls * _prompt_bytes(job, seed, step) / BYTES_PER_TOKEN, calls * (model.max_tokens or math.inf)
+    passages = 3 + job.settings.distractors if "judge" in step else 1  # generated ones are as long as the seed's
+    size = PROMPT_BYTES + len(seed.query.encode()) + passages * len(seed.passage.encode())
+    prompt, answer = calls * size / BYTES_PER_TOKEN, calls * (model.max_tokens or math.inf)
     of_prompt, of_answer, *_ = job.table.price(model.model) or (math.nan, math.nan)
     made.calls += calls
     made.prompt_tokens += prompt
     made.answer_tokens += answer
     made.usd += (BATCH_PRICE if job.in_batches else 1.0) * (of_prompt * prompt + of_answer * answer) / 1e6
-
-
-def _prompt_bytes(job: Job, seed: Seed, step: str) -> int:
-    """Return about how long a step's prompt is: generated passages are as long as the seed's."""
-    passages = 3 + job.settings.distractors if "judge" in step else 1
-    return PROMPT_BYTES + len(seed.query.encode()) + passages * len(seed.passage.encode())
 
 
 def describe(settings: SynthesizeSettings) -> Iterator[str]:

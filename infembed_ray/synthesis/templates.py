@@ -45,10 +45,16 @@ class Template:
             choices: the only valid answers, where they are few.
         """
         shown = self.answer.shown(model.structured)
+        parameters = {
+            "temperature": model.temperature,
+            "max_completion_tokens": model.max_tokens,
+            "reasoning_effort": model.reasoning_effort,
+            "response_format": self.answer.response_format(choices) if model.structured else None,
+        }
         return Request(
             model=model.model,
             messages=({"role": "user", "content": self.text.format_map({**values, "answer": shown})},),
-            parameters=_parameters(model, self.answer, choices),
+            parameters={name: value for name, value in parameters.items() if value is not None},
             prompt=self.version,
             step=step,
             row=row,
@@ -89,16 +95,6 @@ def repair(request: Request, answer: str, fault: Malformed, own: str | None = No
         ),
         prompt=f"{request.prompt} repair={header['version']}",
     )
-
-
-def _parameters(model: ChatModel, answer: AnswerFormat, choices: Sequence[str] = ()) -> dict[str, Any]:
-    parameters = {
-        "temperature": model.temperature,
-        "max_completion_tokens": model.max_tokens,
-        "reasoning_effort": model.reasoning_effort,
-        "response_format": answer.response_format(choices) if model.structured else None,
-    }
-    return {name: value for name, value in parameters.items() if value is not None}
 
 
 def check(own: str | None) -> None:
