@@ -60,7 +60,7 @@ def open_journal(
 
 
 class StoredJournal(Journal):
-    """A process's view of a journal in an object store; see `open_journal`."""
+    """A process's view of a journal in an object store; see `open_journal`. A thread uploads what the process appends."""
 
     def __init__(
         self,
@@ -71,7 +71,8 @@ class StoredJournal(Journal):
         warn: Callable[[str], object],
     ) -> None:
         self._folder, self._upload_s, self._warn = folder, upload_s, warn
-        self._uploads: _Uploads | None = None
+        self._uploads: threading.Thread | None = None
+        self._stopped = threading.Event()
         directory = copy_objects(folder, partition)
         super().__init__(directory, [*replay, directory / COPIES], partition)
 
@@ -79,17 +80,53 @@ class StoredJournal(Journal):
         """See `Journal.open`; from then on, answers are uploaded."""
         segment = super().open()
         if self._uploads is None:
-            self._uploads = _Uploads(self._files[self._segment_number].path, self._folder, self._upload_s, self._warn)
+            path = self._files[self._segment_number].path
+            self._uploads = threading.Thread(target=self._upload_appended, args=(path,), name="uploads", daemon=True)
+            self._uploads.start()
         return segment
 
     def close(self) -> None:
         """Close the segment and upload the rest of it; InputError if the object store failed. The segment stays for the next run on this node."""
-        uploads, self._uploads = self._uploads, None
-        if uploads is not None:
-            uploads.stop()
+        uploads = self._uploads
+        self.stop_uploads()
         super().close()
         if uploads is not None:
             upload_leftovers(self._folder)
+
+    def stop_uploads(self) -> None:
+        """End the thread; what is not uploaded yet stays in the segment."""
+        if self._uploads is not None:
+            self._stopped.set()
+            self._uploads.join()
+            self._uploads = None
+            self._stopped.clear()
+
+    def _upload_appended(self, path: Path) -> None:
+        end, uploaded = 0, time.monotonic()
+        with path.open("rb") as segment:
+            while not self._stopped.wait(_POLL_S):
+                due = time.monotonic() - uploaded >= self._upload_s
+                waiting = os.fstat(segment.fileno()).st_size - end
+                if (due or waiting >= UPLOAD_BYTES) and (lines := _lines(segment, end)):
+                    end, uploaded = self._upload(lines, path, end), time.monotonic()
+
+    def _upload(self, lines: bytes, path: Path, start: int) -> int:
+        """Upload lines, however often it takes; return the position after them.
+
+        The same lines each time: a failed request may have written the object, and readers have copied it.
+        """
+        for attempt in itertools.count():
+            try:
+                return _upload(lines, path, start, self._folder)
+            except _StoreError as error:
+                if not attempt:
+                    reason = " ".join(str(error).split())[:240]
+                    self._warn(
+                        f"journal={self._folder}: uploads fail and are repeated, the node keeps the answers: {reason}"
+                    )
+                if self._stopped.wait(min(self._upload_s, _LONGEST_PAUSE_S)):
+                    break
+        return start
 
 
 def directory_of(folder: Folder) -> Path:
@@ -185,48 +222,3 @@ def _upload(lines: bytes, segment: Path, start: int, folder: Folder) -> int:
     with folder.open_output(f"{segment.stem}.{start:015d}.jsonl") as stream:
         stream.write(lines)
     return start + len(lines)
-
-
-class _Uploads:
-    """A thread that uploads what a process appends to its segment. A failed upload is repeated until it works."""
-
-    def __init__(self, path: Path, folder: Folder, every_s: float, warn: Callable[[str], object]) -> None:
-        self._path, self._folder, self._every_s, self._warn = path, folder, every_s, warn
-        self._end = 0
-        """Bytes of the segment that are uploaded."""
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="journal uploads", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread; what is not uploaded yet stays in the segment."""
-        self._stopped.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        uploaded = time.monotonic()
-        with self._path.open("rb") as segment:
-            while not self._stopped.wait(_POLL_S):
-                due = time.monotonic() - uploaded >= self._every_s
-                waiting = os.fstat(segment.fileno()).st_size - self._end
-                if (due or waiting >= UPLOAD_BYTES) and (lines := _lines(segment, self._end)):
-                    self._end = self._upload(lines, self._end)
-                    uploaded = time.monotonic()
-
-    def _upload(self, lines: bytes, start: int) -> int:
-        """Upload lines, however often it takes; return the position after them.
-
-        The same lines each time: a failed request may have written the object, and readers have copied it.
-        """
-        for attempt in itertools.count():
-            try:
-                return _upload(lines, self._path, start, self._folder)
-            except _StoreError as error:
-                if not attempt:
-                    reason = " ".join(str(error).split())[:240]
-                    self._warn(
-                        f"journal={self._folder}: uploads fail and are repeated, the node keeps the answers: {reason}"
-                    )
-                if self._stopped.wait(min(self._every_s, _LONGEST_PAUSE_S)):
-                    break
-        return start

@@ -214,19 +214,6 @@ def _failed(error: ray.exceptions.RayError) -> str:
     return f"an actor of the run failed ({in_one_line(error, 'synthesize')}); run the same command again, the journal resumes"
 
 
-def _rate_limiter(settings: SynthesizeSettings, coordinator: Any) -> RateLimiter:
-    """Return the rate limiter of this actor."""
-
-    async def exchange(report: LeaseReport) -> Grant:
-        try:
-            grant: Grant = await coordinator.exchange.remote(report)
-        except ray.exceptions.RayError as error:
-            raise RunFailure(_failed(error)) from error
-        return grant
-
-    return RateLimiter(settings.limits, settings.in_flight, exchange)
-
-
 # -------------------------------------------------------------------------------------------------- the fan-out
 
 
@@ -285,7 +272,7 @@ class _Synthesizer:
         self._settings = settings
         self._coordinator = coordinator
         self._pool, left_out = ray.get(shared)
-        self._limiter = _rate_limiter(settings, coordinator)
+        self._limiter = RateLimiter(settings.limits, settings.in_flight, self._exchange)
         if ray.get_runtime_context().was_current_actor_reconstructed and isinstance(journal, Folder):
             _settle_journal(journal, partition)  # its predecessor may have been on another node
         self._journal = open_journal(journal, replay, partition, settings.journal_upload_s, self._limiter.warn)
@@ -314,6 +301,13 @@ class _Synthesizer:
         if not self._running:
             await self._client.close()  # an actor does not know which task is its last
         return pa.Table.from_pylist(results, schema=_RESULTS)
+
+    async def _exchange(self, report: LeaseReport) -> Grant:
+        try:
+            grant: Grant = await self._coordinator.exchange.remote(report)
+        except ray.exceptions.RayError as error:
+            raise RunFailure(_failed(error)) from error
+        return grant
 
     async def _results(self, numbers: list[int]) -> list[dict[str, Any]]:
         try:

@@ -60,11 +60,8 @@ class SeedReader:
 
         Passages beyond the limit are in the pool too, so the judge's requests do not depend on it.
         """
-        count, pool = 0, _PassageSample(POOL_SIZE)
-        for seed in self._all():
-            count += 1
-            pool.add(seed.passage, seed.query)
-        return min(count, self._settings.limit or count), pool.pool()
+        count, pool = sampled(self._all(), POOL_SIZE)
+        return min(count, self._settings.limit or count), pool
 
     def _all(self) -> Iterator[Seed]:
         settings = self._settings
@@ -72,27 +69,25 @@ class SeedReader:
         return tables.stream(self.path, Seed, "seeds", settings.columns, settings.split, self.bad)
 
 
-class _PassageSample:
-    """The distinct passages with the smallest hashes: a sample in bounded memory that does not depend on the order."""
+def sampled(seeds: Iterable[Seed], size: int) -> tuple[int, Pool]:
+    """Return the number of seeds, and their distinct passages in the order in which they first occur.
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._kept: dict[bytes, tuple[str, set[str]]] = {}  # by hash, in the order in which they were first added
+    Of more than `size` passages, it takes those with the smallest hashes, in bounded memory: the sample does not depend on the
+    order of the seeds.
+    """
+    count, kept = 0, dict[bytes, tuple[str, set[str]]]()
 
-    def add(self, passage: str, query: str) -> None:
-        digest = hashlib.blake2b(passage.encode(), digest_size=8).digest()
-        self._kept.setdefault(digest, (passage, set()))[1].add(query)
-        if len(self._kept) >= 2 * self._size:
-            self._prune()
+    def smallest() -> dict[bytes, tuple[str, set[str]]]:
+        chosen = set(heapq.nsmallest(size, kept))
+        return {digest: passage for digest, passage in kept.items() if digest in chosen}
 
-    def pool(self) -> Pool:
-        """Return the sample in the order in which its passages were first added."""
-        self._prune()
-        return Pool.of(dict(self._kept.values()))
-
-    def _prune(self) -> None:
-        smallest = set(heapq.nsmallest(self._size, self._kept))
-        self._kept = {digest: kept for digest, kept in self._kept.items() if digest in smallest}
+    for seed in seeds:
+        count += 1
+        digest = hashlib.blake2b(seed.passage.encode(), digest_size=8).digest()
+        kept.setdefault(digest, (seed.passage, set()))[1].add(seed.query)
+        if len(kept) >= 2 * size:
+            kept = smallest()
+    return count, Pool.of(dict(smallest().values()))
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ def test_what_a_dying_writer_still_uploads_is_uploaded_once(folder: Folder, monk
             append(journal, text)
             wait_until(lambda lines=lines: uploaded(folder).count(b"\n") == lines)
         assert journal._uploads is not None
-        journal._uploads.stop()
+        journal.stop_uploads()
         Journal.close(journal)
         return lock_ended(path, locks)
 

@@ -61,10 +61,7 @@ def test_the_pool_does_not_depend_on_the_order_of_the_passages(
     passages: list[str], size: int, rng: random.Random
 ) -> None:
     def pool(texts: Iterable[str]) -> tuple[str, ...]:
-        filling = preflight._PassageSample(size)
-        for text in texts:
-            filling.add(text, "")
-        return filling.pool()
+        return preflight.sampled((Seed("", "", text) for text in texts), size)[1]
 
     shuffled = passages[:]
     rng.shuffle(shuffled)
