@@ -1,11 +1,14 @@
 """Commands that take arguments in place of settings."""
 
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from infembed_ray.config.verbs import load
+from infembed_ray.config.verbs import load, project_files
+from infembed_ray.errors import InputError
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 """What `ArgumentParser.add_argument` takes."""
@@ -34,6 +37,29 @@ def create_key(name: str, file: str, scopes: str, rate: float | None, collection
     print(
         f"This key is shown once. Serve with api_keys_file={file}; delete its line there to revoke it.", file=sys.stderr
     )
+
+
+PROJECT = ("jobs", "cluster.yaml", "constraints.txt")
+"""Job scripts with their settings files, a cluster's description, and the versions of a worker's packages."""
+
+
+def copy_project(directory: str) -> None:
+    """Copy PROJECT to a directory; overwrite nothing.
+
+    Raises:
+        InputError: one of them exists there, or the directory cannot be written.
+    """
+    target = Path(directory)
+    if present := [name for name in PROJECT if (target / name).exists()]:
+        raise InputError(f"{target / present[0]} exists already; choose another directory, or delete it")
+    try:
+        shutil.copytree(project_files() / "jobs", target / "jobs", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in PROJECT[1:]:
+            shutil.copyfile(project_files() / name, target / name)
+    except OSError as error:
+        fault = f"cannot be written ({error.strerror or error})"
+        raise InputError.of(str(target), None, fault, "choose another directory") from error
+    load("progress:say")(f"init: wrote {', '.join(PROJECT)} to {target.resolve()}")
 
 
 _JSON = _argument("--json", action="store_true", help="print JSON")
@@ -95,7 +121,7 @@ TOOLS = {
     ),
     "init": Tool(
         "copy job scripts, their settings files and cluster.yaml to a directory",
-        "cli.init:run",
+        "cli.tools:copy_project",
         (_argument("directory", metavar="DIR", nargs="?", default=".", help="default: the current directory"),),
         "init project",
     ),
