@@ -42,13 +42,12 @@ def test_the_last_json_object_with_the_value_counts_whatever_surrounds_it(around
         assert QUERY.as_text(around.format(json.dumps({"query": query}))) == f"Query: {query}"
 
 
-def test_line_breaks_and_repeated_keys_in_json_are_read_as_models_mean_them() -> None:
-    assert QUERY.as_text('{"query": "draft", "query": "two\nlines"}') == "Query: two\nlines"
-
-
-def test_a_fence_around_a_labelled_answer_ends_it_and_one_inside_stays() -> None:
-    assert labelled("query", "Sure:\n```\nQuery: how tall\n```\nI hope that helps.") == "how tall"
-    assert labelled("passage", "Passage: so:\n```python\nx = 1\n```") == "so:\n```python\nx = 1\n```"
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [('{"query": "draft", "query": "two\nlines"}', "two\nlines"), (r'{"query": "bees \ud83d"}', "bees ?")],
+)
+def test_line_breaks_repeated_keys_and_surrogates_in_json_are_read_as_models_mean_them(answer: str, text: str) -> None:
+    assert QUERY.as_text(answer) == f"Query: {text}"
 
 
 @given(st.text())
@@ -62,10 +61,18 @@ def test_any_answer_is_read_or_malformed_in_one_line(answer: str) -> None:
         assert failure is None or (failure.fault in str(failure) and "\n" not in str(failure))
 
 
-@pytest.mark.parametrize("cut", range(1, 20))
-def test_json_cut_short_is_malformed(cut: int) -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(json.dumps({"query": "how tall"})[:-cut] for cut in range(1, 20)),
+        "[" * 10_000,
+        '{"query": %s}' % ("1" * 10_000),
+    ],
+    ids=[*(f"cut short by {cut}" for cut in range(1, 20)), "too deep", "too long a number"],
+)
+def test_json_that_python_cannot_parse_is_malformed(answer: str) -> None:
     with pytest.raises(Malformed, match=r"no `\{\"query\": \"...\"\}` in"):
-        QUERY.as_text(json.dumps({"query": "how tall is it"})[:-cut])
+        QUERY.as_text(answer)
 
 
 def test_choices_are_the_only_values_the_schema_allows() -> None:
@@ -77,33 +84,22 @@ def test_choices_are_the_only_values_the_schema_allows() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("answer", "text"),
     [
-        "Instruction: for nurses, no vendors",
-        "instruction:for nurses, no vendors",
-        "**Instruction:** for nurses, no vendors",
-        "Key elements: dose, age.\n\n### Instruction: for nurses, no vendors\n",
+        ("Instruction: for nurses, no vendors", "for nurses, no vendors"),
+        ("instruction:for nurses, no vendors", "for nurses, no vendors"),
+        ("**Instruction:** for nurses, no vendors", "for nurses, no vendors"),
+        ("Key elements: dose, age.\n\n### Instruction: for nurses, no vendors\n", "for nurses, no vendors"),
+        ("Instruction: \nfirst\nsecond", "\nfirst\nsecond"),
+        ("Sure:\n```\nInstruction: for nurses\n```\nI hope that helps.", "for nurses"),
+        ("Instruction: so:\n```python\nx = 1\n```", "so:\n```python\nx = 1\n```"),
     ],
 )
-def test_an_answer_is_found_behind_its_label(text: str) -> None:
-    assert labelled("instruction", text) == "for nurses, no vendors"
-
-
-def test_line_breaks_after_the_label_are_kept() -> None:
-    assert labelled("query", "Query: \nfirst\nsecond") == "\nfirst\nsecond"
+def test_an_answer_is_found_behind_its_label(answer: str, text: str) -> None:
+    assert labelled("instruction", answer) == text
 
 
 @pytest.mark.parametrize("text", ["for nurses", "Positive Instruction: x", "My instruction would be: x"])
 def test_an_answer_without_its_label_is_malformed(text: str) -> None:
     with pytest.raises(Malformed, match="malformed answer"):
         labelled("instruction", text)
-
-
-@pytest.mark.parametrize("answer", ["[" * 10_000, '{"query": %s}' % ("1" * 10_000)], ids=["deep", "long number"])
-def test_json_beyond_what_python_parses_is_malformed(answer: str) -> None:
-    with pytest.raises(Malformed):
-        QUERY.as_text(answer)
-
-
-def test_a_lone_surrogate_in_a_json_answer_is_replaced() -> None:
-    assert QUERY.as_text(r'{"query": "bees \ud83d"}') == "Query: bees ?"

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, load_from_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -154,6 +154,8 @@ def test_decimal_ids_are_digits_and_no_other_value_is_text(tmp_path):
             ["a.jsonl.gz: not readable as JSON Lines"],
         ),
         ("a.parquet", b"PAR1", ["not readable as Parquet"]),
+        ("a.arrow", arrow([{"id": "1", "text": "x"}])[:-20], ["not readable as Arrow"]),
+        ("a.jsonl", b"", ["has no rows"]),
         ("a.txt", b"x", ["unknown format .txt; give .parquet"]),
     ],
 )
@@ -221,6 +223,9 @@ def test_a_saved_data_set_is_read_and_its_splits_are_chosen(tmp_path):
     rows = Dataset.from_list([{"id": "1", "query": "q", "passage": "p"}])
     rows.save_to_disk(tmp_path / "one")
     assert tables.read(tmp_path / "one", Seed, "seeds") == [Seed("1", "q", "p")]
+    load_from_disk(tmp_path / "one").map(lambda row: {"query": f"cached {row['query']}"})
+    assert any(file.name.startswith("cache-") for file in (tmp_path / "one").iterdir())
+    assert len(tables.read(tmp_path / "one", Seed, "seeds")) == 1
     DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "two")
     with pytest.raises(InputError, match=r"has the splits test, train; set split=test .*seeds=.*/two/test"):
         tables.read(tmp_path / "two", Seed, "seeds")
@@ -228,6 +233,8 @@ def test_a_saved_data_set_is_read_and_its_splits_are_chosen(tmp_path):
     assert tables.read(tmp_path / "two" / "test", Seed, "seeds")[0].split == "test"
     with pytest.raises(InputError, match="duplicate id 1"):  # a glob takes all
         tables.read(tmp_path / "two" / "*" / "*.arrow", Seed, "seeds")
+    columns = {"positives": "passage"}
+    assert [e.split for e in tuples.stream(tmp_path / "two", "records", columns, "test")] == ["test"]
 
 
 def test_a_row_of_json_may_lack_columns_that_later_rows_have(tmp_path):

@@ -32,20 +32,9 @@ def test_the_published_data_set_is_read_unchanged(tmp_path):
         assert got[0].document_positive == "document_positive"
 
 
-def test_rows_of_json_may_have_columns_that_the_first_row_lacks(tmp_path):
-    rows = [published_record(), {**published_record(), "split": "dev", "source": "web"}]
-    got = tables.read(write_jsonl(tmp_path / "r.jsonl", rows), Record, "records")
-    assert [(r.split, r.source) for r in got] == [(None, "unknown"), ("dev", "web")]
-
-
 def test_columns_are_mapped(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"pid": 7, "body": "text"}])
     assert tables.read(path, Passage, "corpus", {"id": "pid", "text": "body"}) == [Passage("7", "text")]
-
-
-def test_an_empty_file_is_refused(tmp_path):
-    with pytest.raises(InputError, match="has no rows"):
-        tables.read(write_jsonl(tmp_path / "a.jsonl", []), Seed, "seeds")
 
 
 def test_an_unknown_column_is_rejected_with_the_nearest_one(tmp_path):
@@ -61,26 +50,13 @@ def test_a_split_is_selected_and_an_empty_one_is_rejected(tmp_path):
         tables.read(path, Seed, "seeds", split="dev")
 
 
-def shards(directory, suffix):
-    """Write a data set in shards of two splits, as on the hub."""
+def test_a_directory_of_shards_is_one_data_set_with_splits_from_file_names(tmp_path):
     parts = {"train-00000-of-00002": (0, 2), "train-00001-of-00002": (2, 3), "dev-00000-of-00001": (3, 4)}
-    for name, (first, end) in parts.items():
+    for name, (first, end) in parts.items():  # as on the hub
         table = pa.Table.from_pylist([published_record(query_positive=f"q{n}") for n in range(first, end)])
-        if suffix == "parquet":
-            pq.write_table(table, directory / f"{name}.parquet")
-        else:  # as `datasets` writes it
-            with (
-                pa.OSFile(str(directory / f"{name}.arrow"), "wb") as sink,
-                pa.ipc.new_stream(sink, table.schema) as out,
-            ):
-                out.write_table(table)
-    (directory / "dataset_info.json").write_text('{"splits": {}}')
-
-
-@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_a_directory_of_shards_is_one_data_set_with_splits_from_file_names(tmp_path, suffix):
-    shards(tmp_path, suffix)
-    everything = tables.read(tmp_path / f"*.{suffix}", Record, "records")
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    (tmp_path / "dataset_info.json").write_text('{"splits": {}}')
+    everything = tables.read(tmp_path / "*.parquet", Record, "records")
     assert [(r.id, r.query_positive, r.split) for r in everything] == [
         ("row-1", "q3", "dev"),
         ("row-2", "q0", "train"),
@@ -90,16 +66,6 @@ def test_a_directory_of_shards_is_one_data_set_with_splits_from_file_names(tmp_p
     assert [r.query_positive for r in tables.read(tmp_path, Record, "records", split="train")] == ["q0", "q1", "q2"]
     with pytest.raises(InputError, match=r"records=.*: no file of split=test, but of dev, train"):
         tables.read(tmp_path, Record, "records", split="test")
-
-
-def test_an_arrow_file_is_read_and_a_damaged_one_named(tmp_path):
-    table = pa.Table.from_pylist([SEED])
-    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as out:
-        out.write_table(table)
-    assert tables.read(tmp_path / "a.arrow", Seed, "seeds") == [Seed("1", "q", "p")]
-    (tmp_path / "a.arrow").write_bytes((tmp_path / "a.arrow").read_bytes()[:-20])
-    with pytest.raises(InputError, match=r"seeds=.*a.arrow: not readable as Arrow"):
-        tables.read(tmp_path / "a.arrow", Seed, "seeds")
 
 
 def test_an_output_of_another_stage_is_rejected(tmp_path):

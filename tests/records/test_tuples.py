@@ -104,27 +104,6 @@ def test_a_column_map_joins_several_columns(tmp_path):
     assert second.instruction is None
 
 
-def test_directories_saved_by_datasets_are_read_with_their_splits(tmp_path):
-    datasets = pytest.importorskip("datasets", reason="mteb brings datasets")
-    parts = {
-        split: datasets.Dataset.from_dict({"query": [f"{split} {n}" for n in range(3)], "positives": [["p"]] * 3})
-        for split in ("train", "dev")
-    }
-    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "dict"))
-    parts["dev"].save_to_disk(str(tmp_path / "alone"), num_shards=2)
-    assert [(e.query, e.split) for e in read(tmp_path / "dict", split="dev")] == [(f"dev {n}", "dev") for n in range(3)]
-    assert {(e.split, e.id) for e in read(tmp_path / "dict" / "*")} == {
-        *(("dev", f"row-{n}") for n in (1, 2, 3)),
-        *(("train", f"row-{n}") for n in (4, 5, 6)),
-    }
-    assert [(e.query, e.split) for e in read(tmp_path / "alone")] == [(f"dev {n}", None) for n in range(3)]
-    datasets.load_from_disk(str(tmp_path / "alone")).map(lambda row: {"query": f"cached {row['query']}"})
-    assert any(file.name.startswith("cache-") for file in (tmp_path / "alone").iterdir())
-    assert len(read(tmp_path / "alone")) == 3
-    parts["train"].to_parquet(str(tmp_path / "train-00000-of-00001.parquet"))
-    assert [e.split for e in read(tmp_path / "train-00000-of-00001.parquet")] == ["train"] * 3
-
-
 @pytest.mark.parametrize(
     ("rows", "columns", "message"),
     [

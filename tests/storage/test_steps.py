@@ -27,10 +27,10 @@ def settings(**changes):
     return TrainSettings(**{"records": "r", "model": "m", "output": "o", **changes})
 
 
-def step(tmp_path, content="x", **changes):
+def step(tmp_path, content="x", output=None, **changes):
     source = tmp_path / "input.txt"
     source.write_text(content)
-    return Step("train", settings(**changes), str(tmp_path / "out"), {"records": source})
+    return Step("train", settings(**changes), output or str(tmp_path / "out"), {"records": source})
 
 
 def publish(a_step, text="result"):
@@ -51,21 +51,20 @@ def test_an_output_is_published_with_its_manifest_and_found_through_latest(tmp_p
     assert not list((tmp_path / "out").glob("*.partial"))
 
 
-def test_same_inputs_and_settings_find_the_finished_output(tmp_path):
-    publish(step(tmp_path))
-    again = step(tmp_path, checkpoint_every=7).finished()
-    assert again is not None
-    assert not again.fresh
+@pytest.fixture(params=["here", "in a store"])
+def output(request, tmp_path):
+    return str(tmp_path / "out") if request.param == "here" else request.getfixturevalue("place")
 
 
-def test_other_contents_or_settings_make_another_output_and_latest_follows_the_last_run(tmp_path):
-    first = publish(step(tmp_path))
-    second = publish(step(tmp_path, content="y"))
-    third = publish(step(tmp_path, seed=7))
-    assert len({first.path, second.path, third.path}) == 3
-    assert resolve(tmp_path / "out") == third.path
-    step(tmp_path).finished()
-    assert resolve(tmp_path / "out") == first.path
+def test_equal_runs_find_one_output_others_make_another_and_latest_follows_the_last_run(output, tmp_path):
+    first = publish(step(tmp_path, output=output))
+    second = publish(step(tmp_path, "y", output))
+    third = publish(step(tmp_path, output=output, seed=7))
+    assert len({first.address, second.address, third.address}) == 3
+    assert resolve_input(output, "x") == resolve_input(third.address, "x")
+    again = step(tmp_path, output=output, checkpoint_every=7).finished()
+    assert (again.address, again.fresh) == (first.address, False)
+    assert resolve_input(output, "x") == resolve_input(first.address, "x")
 
 
 def test_a_failed_block_publishes_nothing_and_the_next_run_finds_its_files(tmp_path, capsys):
@@ -150,10 +149,8 @@ def place(bucket, tmp_path, monkeypatch):
     return f"{bucket}/{tmp_path.name}"
 
 
-def remote_step(place, tmp_path, **changes):
-    source = tmp_path / "input.txt"
-    source.write_text("x")
-    return Step("train", settings(**changes), place, {"records": source})
+def remote_step(place, tmp_path):
+    return step(tmp_path, output=place)
 
 
 def names(place):
@@ -329,13 +326,6 @@ def test_an_input_that_breaks_off_is_an_error_and_is_downloaded_again(faulty, pl
         resolve_input(f"{place}/rows.jsonl", "records")
     faulty.decide = lambda request: FORWARD
     assert resolve_input(f"{place}/rows.jsonl", "records").stat().st_size == 200_000
-
-
-def test_latest_follows_the_last_run_in_an_object_store(place, tmp_path):
-    first, second = publish(remote_step(place, tmp_path)), publish(remote_step(place, tmp_path, seed=7))
-    assert resolve_input(place, "x") == resolve_input(second.uri, "x")
-    remote_step(place, tmp_path).finished()
-    assert resolve_input(place, "x") == resolve_input(first.uri, "x")
 
 
 def test_an_input_is_downloaded_once_and_again_when_it_changes(place, tmp_path):

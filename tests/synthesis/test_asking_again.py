@@ -134,11 +134,3 @@ def test_a_refused_or_empty_answer_is_sampled_again(tmp_path: Path, unlucky: Com
     assert len(asked) == 2 == len({call.key for call in asked})
     assert len({call.sent for call in asked}) == 1
     assert_replayed(got, given, tmp_path)
-
-
-def test_an_answer_refused_in_every_sample_is_a_dead_letter(tmp_path: Path) -> None:
-    model, given = Model(query_negative=REFUSED), settings()
-    got = run(model, given, tmp_path)
-    assert (got.kind, got.row["error"]) == ("dead_letter", "refused: no")
-    assert [call.step for call in model.calls].count("query_negative") == 2
-    assert_replayed(got, given, tmp_path)

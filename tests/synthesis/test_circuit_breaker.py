@@ -1,5 +1,5 @@
 import asyncio
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,50 +12,45 @@ from tests.support import stand_in_answers
 SETTINGS = SynthesizeSettings(seeds="", output="")
 
 
-def ended(kind: Kind, step: str | None = None, error: str = "HTTP 400: no") -> Outcome:
-    return Outcome(kind, {} if step is None else {"step": step, "error": error}, Spend(), Spend())
+def ended(kind: Kind, step: str | None = None, error: str = "HTTP 400: no", **more: Any) -> Outcome:
+    return Outcome(kind, {} if step is None else {"step": step, "error": error}, Spend(), Spend(), **more)
+
+
+def dead(step: str, error: str = "HTTP 400: no", times: int = 1, **more: Any) -> list[Outcome]:
+    return [ended("dead_letter", step, error, **more)] * times
+
+
+LATER, EARLY = "judge_positive", "query_negative"
+DIFFERENT = ("HTTP 400: no", "HTTP 422: no", "empty answer", "HTTP 400: no", "no answer within 5 s; tried 7 times")
+CASES = {
+    "failures of different kinds": ([each for error in DIFFERENT for each in dead(EARLY, error)], False),
+    "a rejected row passed the step": ([ended("rejected", EARLY), *dead(EARLY, times=9)], False),
+    "a kept row passed the step": ([ended("kept"), *dead(EARLY, times=9)], False),
+    "a later failure passed the step": ([*dead("hard_negative_document_1"), *dead(EARLY, times=9)], False),
+    "failures at earlier steps between": ([*dead(LATER, times=2), *dead("instruction_positive"), *dead(LATER)], True),
+    "replayed failures": (dead(EARLY, "cut off", 9, from_journal=True), False),
+    "new failures after replayed ones": (
+        [*dead(EARLY, "cut off", 9, from_journal=True), *dead(EARLY, "cut off", 3)],
+        True,
+    ),
+    "exceptions after a replayed answer": (dead(EARLY, "KeyError", 3, from_journal=True, traceback="Traceback"), True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_breaker_trips_at_the_last_outcome_or_not_at_all(case: str) -> None:
+    outcomes, trips = CASES[case]
+    breaker = CircuitBreaker(SETTINGS, alike=3)
+    tripped = [breaker.add(outcome) is not None for outcome in outcomes]
+    assert tripped == [False] * (len(outcomes) - 1) + [trips]
 
 
 def test_equal_failures_trip_the_breaker_with_setting_step_count_and_error() -> None:
     breaker = CircuitBreaker(SETTINGS, alike=3)
-    assert breaker.add(ended("dead_letter", "judge_positive", "HTTP 400: no 1")) is None
-    assert breaker.add(ended("dead_letter", "judge_positive", "HTTP 400: no 2")) is None
-    failure = breaker.add(ended("dead_letter", "judge_positive", "HTTP 400: no 3"))
-    assert failure is not None
+    said = [breaker.add(*dead(LATER, f"HTTP 400: no {number}")) for number in (1, 2, 3)]
+    assert said[:2] == [None, None]
     for part in ("judge.model=o4-mini", "step judge_positive", "first 3 rows", "HTTP 400: no 3"):
-        assert part in failure
-
-
-def test_failures_of_different_kinds_do_not_add_up() -> None:
-    breaker = CircuitBreaker(SETTINGS, alike=3)
-    for error in (
-        "HTTP 400: no",
-        "HTTP 422: no",
-        "empty answer",
-        "HTTP 400: no",
-        "no answer within 5 s; tried 7 times",
-    ):
-        assert breaker.add(ended("dead_letter", "query_negative", error)) is None
-
-
-def test_a_step_that_one_row_has_passed_never_trips_the_breaker() -> None:
-    for passed in (
-        ended("rejected", "query_negative"),
-        ended("kept"),
-        ended("dead_letter", "hard_negative_document_1"),
-    ):
-        breaker = CircuitBreaker(SETTINGS, alike=3)
-        breaker.add(passed)
-        assert [breaker.add(ended("dead_letter", "query_negative")) for _ in range(9)] == [None] * 9
-
-
-def test_failures_at_earlier_steps_do_not_reset_the_count_of_a_later_step() -> None:
-    breaker = CircuitBreaker(SETTINGS, alike=3)
-    for _ in range(2):
-        breaker.add(ended("dead_letter", "judge_positive"))
-    for step in ("instruction_positive", "query_negative", "instruction_positive"):
-        assert breaker.add(ended("dead_letter", step)) is None
-    assert breaker.add(ended("dead_letter", "judge_positive")) is not None
+        assert part in (said[2] or "")
 
 
 @pytest.mark.parametrize(
@@ -103,21 +98,3 @@ def test_rows_in_progress_prevent_early_failures_from_tripping_the_breaker(
 
     asyncio.run(run())
     assert (breaker.failure is not None) == trips
-
-
-def test_replayed_failures_do_not_trip_the_breaker() -> None:
-    breaker = CircuitBreaker(SETTINGS, alike=3)
-    replayed = replace(ended("dead_letter", "query_negative", "cut off"), from_journal=True)
-    assert [breaker.add(replayed) for _ in range(9)] == [None] * 9
-    for _ in range(3):
-        breaker.add(ended("dead_letter", "query_negative", "cut off"))
-    assert breaker.failure is not None
-
-
-def test_equal_unexpected_exceptions_trip_the_breaker_also_after_a_replayed_answer() -> None:
-    breaker = CircuitBreaker(SETTINGS, alike=3)
-    unexpected = replace(
-        ended("dead_letter", "query_negative", "KeyError: 'x'"), traceback="Traceback", from_journal=True
-    )
-    assert [breaker.add(unexpected) for _ in range(2)] == [None] * 2
-    assert "KeyError: 'x'" in (breaker.add(unexpected) or "")
