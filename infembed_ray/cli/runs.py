@@ -124,7 +124,12 @@ def clean(directory: str, yes: bool = False, json: bool = False) -> None:
             raise InputError.of("DIR", directory, "has no files", REMEDY)
         removable = [*_stale(root, names), *_old(root, names)]
         for entry in removable if yes else []:
-            _remove(place_of(entry["address"]), entry["lease"])
+            place, held = place_of(entry["address"]), entry["lease"]
+            with lease(place.parent, held, "DIR", place) as still_held:
+                still_held()
+                delete(place / MANIFEST)  # first: without it the output is incomplete
+                clear(place)
+                delete(place.parent / f".{held}{SUFFIX}")
     done = "removed" if yes else "can be removed"
     lines = [f"{done}  {entry['what']}  {_readable(entry['size'])}  {entry['address']}" for entry in removable]
     hint = "" if yes or not removable else "; --yes removes them"
@@ -251,15 +256,6 @@ def _old(root: Place, names: Mapping[str, int]) -> Iterator[dict[str, Any]]:
         place = place_of(where)
         if where not in kept and run["identity"] == place.name and newest(place.parent):
             yield _entry(f"old output of `{run['stage']}`", place, run["size"], run["identity"])
-
-
-def _remove(place: Place, held: str) -> None:
-    """Delete an output and its state while holding its lease."""
-    with lease(place.parent, held, "DIR", place) as still_held:
-        still_held()
-        delete(place / MANIFEST)  # first: without it the output is incomplete
-        clear(place)
-        delete(place.parent / f".{held}{SUFFIX}")
 
 
 def _in_work(name: str) -> str:

@@ -101,7 +101,6 @@ VERBS = {
         "sweeps.distributed:run",
         "sweeps:SweepSettings",
         "sweep --config jobs/configs/sweep.yaml",
-        "sweeps.distributed:describe",
     ),
     "report": Verb(
         "set results beside the paper's tables and figures",

@@ -38,7 +38,7 @@ from infembed_ray.planning.memory import (
 from infembed_ray.progress import counted
 from infembed_ray.records.tables import Record
 from infembed_ray.records.tuples import TrainingRecord
-from infembed_ray.storage.dry_run import gib, require_space_of_workers, state
+from infembed_ray.storage.dry_run import gib, require_space, state
 from infembed_ray.storage.steps import STATES
 from infembed_ray.training import deepspeed_config, launch
 from infembed_ray.training.backbone import precision_of
@@ -314,4 +314,5 @@ def describe(settings: TrainSettings) -> Iterator[str]:
     memory = with_framework(tensors) if cuda else tensors
     yield f"memory: about {gib(memory.total)} {of} at the peak of a step"
     states = KEEP_LAST + (settings.validation is not None) + 1
-    yield require_space_of_workers(step, _WEIGHT_BYTES * weights.parameters + states * _STATE_BYTES * weights.trained)
+    needed = _WEIGHT_BYTES * weights.parameters + states * _STATE_BYTES * weights.trained
+    yield require_space(step, needed, of_workers=True)

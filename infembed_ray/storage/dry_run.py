@@ -31,8 +31,14 @@ def state(step: Step, *reused: Place) -> Generator[str, None, bool]:
     return done is not None
 
 
-def require_space(step: Step, needed: float, *reused: Path) -> str:
-    """Return how much disk a run needs besides what an interrupted one left; InputError if there is less."""
+def require_space(step: Step, needed: float, *reused: Path, of_workers: bool = False) -> str:
+    """Return how much disk a run needs besides what an interrupted one left; InputError if there is less.
+
+    Args:
+        of_workers: they write the output; if it is in an object store, to the disks of their own nodes.
+    """
+    if of_workers and step.remote is not None:
+        return f"disk: about {gib(needed)} at most in {SCRATCH} of the node of a worker 0, less on other nodes"
     left = (file for place in (step.partial, *reused) for file in place.rglob("*") if file.is_file())
     more = max(0.0, needed - sum(file.stat().st_size for file in left))
     free = shutil.disk_usage(existing(step.root)).free
@@ -40,13 +46,6 @@ def require_space(step: Step, needed: float, *reused: Path) -> str:
         fault = f"the run needs about {gib(more)}, but {gib(free)} are free there"
         raise InputError.of("output", step.root, fault, "free some, or choose another disk")
     return f"disk: about {gib(more)} at most, {gib(free)} are free"
-
-
-def require_space_of_workers(step: Step, needed: float, *reused: Path) -> str:
-    """Return the disk that workers need. If the output is in an object store, they write to their own nodes' disks."""
-    if step.remote is None:
-        return require_space(step, needed, *reused)
-    return f"disk: about {gib(needed)} at most in {SCRATCH} of the node of a worker 0, less on other nodes"
 
 
 def gib(size: float) -> str:

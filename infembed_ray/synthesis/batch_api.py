@@ -224,7 +224,8 @@ class _BatchRunner:
         try:
             while waiting or self._running:
                 for batch in waiting[:]:
-                    if batch.stage != "prepared" or self._fits(batch):
+                    others, quota = self._enqueued(batch.model), self._quotas[batch.model]
+                    if batch.stage != "prepared" or not others or others + batch.tokens <= quota:
                         waiting.remove(batch)
                         self._running[asyncio.create_task(self._complete(batch))] = batch
                 ended, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
@@ -235,10 +236,6 @@ class _BatchRunner:
             for task in self._running:  # after one failure; the next run resumes the others
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
-
-    def _fits(self, batch: RequestBatch) -> bool:
-        others = self._enqueued(batch.model)
-        return not others or others + batch.tokens <= self._quotas[batch.model]
 
     def _enqueued(self, model: str) -> int:
         """Return the tokens of our batches of a model that have not ended."""
@@ -257,8 +254,9 @@ class _BatchRunner:
             assert batch.batch_id is not None
             while (remote := await self._client.describe(batch.batch_id)).status not in _ENDED:
                 await asyncio.sleep(self._batches.poll_s)
-            if refusal := _quota_refusal(remote):
-                raise QuotaExceeded(refusal)
+            exceeded = [one_line(error.message or EXCEEDED) for error in _errors(remote) if error.code == EXCEEDED]
+            if remote.status == "failed" and exceeded:
+                raise QuotaExceeded(exceeded[0])
         except QuotaExceeded as refusal:
             await self._forget(batch, str(refusal))
             return
@@ -386,10 +384,3 @@ class _BatchRunner:
 
 def _errors(remote: RemoteBatch) -> list[BatchError]:
     return (remote.errors and remote.errors.data) or []
-
-
-def _quota_refusal(remote: RemoteBatch) -> str | None:
-    """Return the endpoint's message if it refused a batch because of its quota of enqueued tokens."""
-    if remote.status != "failed":
-        return None
-    return next((one_line(error.message or EXCEEDED) for error in _errors(remote) if error.code == EXCEEDED), None)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import sqlite3
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import NormalDist
-from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
@@ -31,7 +31,7 @@ _CAUSES = 3
 """Kinds of dead letters that an error message names."""
 
 
-class Outputs:
+class Outputs(contextlib.ExitStack):
     """Takes outcomes in any order and writes them in the order of their seeds, so equal runs give equal files.
 
     Memory holds one unwritten row group per file. Outcomes that wait for an earlier one are in a temporary database, which
@@ -39,6 +39,7 @@ class Outputs:
     """
 
     def __init__(self, directory: Path, table: PriceTable) -> None:
+        super().__init__()
         self._directory = directory
         self._prices_as_of = table.as_of
         self._tables = {kind: _Table(directory / name, SCHEMAS[kind], empty=True) for kind, name in _FILES.items()}
@@ -58,14 +59,9 @@ class Outputs:
         self._audit = JudgeAudit()
         self._paid = Spend()
         self._replayed = Spend()
-
-    def __enter__(self) -> Outputs:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._waiting.close()
-        for table in (*self._tables.values(), *self._complements):
-            table.close()
+        self.callback(self._waiting.close)
+        for file in (*self._tables.values(), *self._complements):
+            self.callback(file.close)
 
     def add(self, index: int, outcome: Outcome) -> None:
         """Add the outcome of seed number `index`, from 0."""

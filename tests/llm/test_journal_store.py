@@ -205,13 +205,6 @@ def test_copies_of_deleted_objects_are_removed(folder: Folder) -> None:
     assert not list(segments([copies]))
 
 
-def two_objects(folder: Folder) -> None:
-    for text in "ab":
-        journal = open_journal(folder, upload_s=NEVER)
-        append(journal, text)
-        journal.close()
-
-
 def test_what_a_dying_writer_still_uploads_is_uploaded_once(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = open_journal(folder, upload_s=SOON)
     assert isinstance(journal, StoredJournal)
