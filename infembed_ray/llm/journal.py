@@ -34,9 +34,6 @@ _OFFSET = 1 << 44  # more than the bytes of a segment
 _WRITTEN = re.compile(rb'(?P<said>\{"key": "(?P<key>[0-9a-f]{64})", .*), "crc32": "(?P<crc32>[0-9a-f]{8})"\}\n')
 _PARTITION = re.compile(r"-\d+-[0-9a-f]{8}-(\d+of(\d+))\.(?:\d{15}\.)?jsonl$")  # as `new_segment` names them
 
-_OPTIONAL = ("batched", "cached_tokens", "usd")
-"""Fields of a completion that a line has only if they differ from their defaults."""
-
 
 @dataclass
 class _File:
@@ -272,7 +269,12 @@ def encode(request: Request, completion: Completion, created: datetime | None = 
         "completion_tokens": completion.completion_tokens,
         "created": (created or datetime.now(timezone.utc)).isoformat(timespec="milliseconds"),
     }
-    entry |= {name: value for name in _OPTIONAL if (value := getattr(completion, name))}
+    if completion.batched:
+        entry["batched"] = True
+    if completion.cached_tokens:
+        entry["cached_tokens"] = completion.cached_tokens
+    if completion.usd is not None:  # 0.0 is a price, too
+        entry["usd"] = completion.usd
     said = _JSON.encode(entry).encode().removesuffix(b"}")
     return said + f', "crc32": "{zlib.crc32(said):08x}"}}\n'.encode()
 
@@ -298,7 +300,9 @@ def decode(line: bytes) -> tuple[str, Completion] | None:
         prompt_tokens=entry["prompt_tokens"],
         completion_tokens=entry["completion_tokens"],
         replayed=True,
-        **{name: entry[name] for name in _OPTIONAL if name in entry},
+        batched=entry.get("batched", False),
+        cached_tokens=entry.get("cached_tokens", 0),
+        usd=entry.get("usd"),
     )
 
 

@@ -205,6 +205,8 @@ def test_an_entry_names_step_row_and_prompt() -> None:
     entry = json.loads(line)
     assert (entry["row"], entry["step"], entry["prompt"]) == ("seed-7", "query_negative", "test=1")
     assert decode(line) == (request().key, replace(completion("x"), replayed=True))
+    free = replace(completion("x"), batched=True, cached_tokens=3, usd=0.0)
+    assert decode(encode(request(), free)) == (request().key, replace(free, replayed=True))
 
 
 def test_a_segment_has_a_writer_until_it_is_closed(tmp_path):
