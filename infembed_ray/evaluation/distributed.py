@@ -31,20 +31,13 @@ from infembed_ray.evaluation.chunks import (
     write,
 )
 from infembed_ray.evaluation.differences import Difference, Kept
-from infembed_ray.evaluation.inputs import (
-    ENCODER_KINDS,
-    RANKER_KINDS,
-    EvaluatedModel,
-    EvaluationInputs,
-    content_hash,
-    resolve,
-)
+from infembed_ray.evaluation.inputs import EvaluatedModel, EvaluationInputs, content_hash, resolve
 from infembed_ray.evaluation.metrics import Run, ranks
 from infembed_ray.evaluation.obedience import Controls
 from infembed_ray.evaluation.paper import results_report
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.retrievers import baselines, runs
-from infembed_ray.evaluation.retrievers.baselines import Ranker
+from infembed_ray.evaluation.retrievers.baselines import ENCODER_KINDS, RANKER_KINDS
 from infembed_ray.evaluation.search import exact_search, rows_of
 from infembed_ray.evaluation.tasks.task import CORPUS, Obedience, Scores, Task, score
 from infembed_ray.progress import counted, say, track
@@ -100,7 +93,7 @@ def _evaluate(
                 first[task.name] = {q.id: list(ranks(run[q.id]))[: settings.rerank] for q in asking.queries}
             scores[model.label][task.name] = score(task, run)
             if model.retriever.kind == "run":
-                counts = covered.setdefault(model.label, {})[task.name] = runs.coverage(task, run)
+                counts = covered.setdefault(model.label, {})[task.name] = runs.coverage(task, run, model.retriever.model)
                 if counts["without_results"] or counts["unknown_documents"]:
                     say(
                         f"{model.label}: warning: {counts['without_results']} of {counts['judged_queries']} judged queries of "
@@ -209,9 +202,7 @@ def _rank_tasks(
     settings: EvaluateSettings, inputs: EvaluationInputs, model: EvaluatedModel
 ) -> Iterator[tuple[Task, Run]]:
     if model.retriever.kind == "run":  # its files need not be visible to the workers
-        ranker = baselines.load(model.retriever)
-        assert isinstance(ranker, Ranker)
-        yield from ((task, ranker.rank(task, settings.depth)) for task in inputs.tasks)
+        yield from ((task, baselines.rank(model.retriever, task, settings.depth)) for task in inputs.tasks)
         return
     connect()
     with track(f"rank {model.label}", len(inputs.tasks)) as advance:
@@ -315,9 +306,7 @@ def _search(
 @ray.remote(scheduling_strategy=_OUTSIDE_TRIALS)
 def _rank(retriever: RetrieverSettings, task: Task, depth: int) -> Run:
     """Rank a whole task, whose corpus is in its file, in one process."""
-    ranker = baselines.load(retriever)
-    assert isinstance(ranker, Ranker)
-    return ranker.rank(replace(task, corpus=shared(task.corpus_file)), depth)
+    return baselines.rank(retriever, replace(task, corpus=shared(task.corpus_file)), depth)
 
 
 def _result(task: ray.ObjectRef) -> Any:

@@ -22,7 +22,6 @@ from infembed_ray.evaluation import results
 from infembed_ray.evaluation.metrics import Change, Run, p_mrr, ranks, trec_measures
 from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.retrievers.baselines import Ranker
 from infembed_ray.evaluation.significance import IntervalEstimate, Stratum, compare
 from infembed_ray.evaluation.tasks.task import Obedience, Query, Task
 from infembed_ray.progress import say
@@ -142,9 +141,7 @@ def pairs_of(changes: Iterable[Change]) -> list[Pair]:
 
 def word_overlap(task: Task, depth: int) -> float | None:
     """Return the p-MRR that BM25 reaches on a task; None without values."""
-    ranker = baselines.load(baselines.resolve(BM25, "bm25"))
-    assert isinstance(ranker, Ranker)
-    values = p_mrr(task.changes, ranker.rank(task, depth)).values()
+    values = p_mrr(task.changes, baselines.rank(baselines.resolve(BM25, "bm25"), task, depth)).values()
     return fmean(values) if values else None
 
 

@@ -23,6 +23,7 @@ from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.config.mining import MineSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.retrievers.baselines import RANKER_KINDS
 from infembed_ray.mining.miner import KnownPositives, Mined, Miner, depth_of, known_positives, read
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import counted, say, track
@@ -103,8 +104,8 @@ def _teacher(settings: MineSettings) -> tuple[RetrieverSettings | None, Mapping[
     if settings.teacher is None:
         return None, {}, {}
     teacher = baselines.resolve("teacher", settings.teacher, where="teacher")
-    if teacher.kind == "bm25":
-        raise InputError("teacher=bm25: ranks whole tasks; give an encoder or a reranker")
+    if teacher.kind in RANKER_KINDS:
+        raise InputError(f"teacher={teacher.kind}: ranks whole tasks; give an encoder or a reranker")
     paths, names = baselines.inputs(teacher, "teacher")
     teacher = teacher.model_copy(update={part: address(path) for part, path in paths.items()})
     return teacher, _named(paths), _named(names)
