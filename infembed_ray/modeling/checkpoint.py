@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from safetensors import SafetensorError, safe_open
 from tokenizers import normalizers
 
-from infembed_ray.config.training import Interaction, PoolingMode, Template
+from infembed_ray.config.training import Interaction, Pooling, PoolingMode, Template
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import pretrained
 from infembed_ray.modeling.pretrained import cached, join, read_json, unloadable
+from infembed_ray.modeling.tokenizer import TextFormat
 from infembed_ray.storage.object_store import Folder, convert_errors, is_uri
 from infembed_ray.storage.places import Place, address, fingerprint_files, place_of
 from infembed_ray.storage.steps import MANIFEST, STATES, find_input, resolve, resolve_input
@@ -258,6 +259,57 @@ def describe(model: str, with_pooling: bool = True) -> Description:
         passage_length=own.get("passage_length"),
         max_length=min((length for length in lengths if length), default=None),
         dimensions=settings.get("truncate_dim"),
+class Overrides(TypedDict, total=False):
+    """What replaces the description that comes with a model: the settings of `infembed train` by these names, and
+    `dimensions`, the number of leading components that make the embedding (Matryoshka). A missing key and None keep the
+    model's own value.
+
+    Attributes:
+        pooling: default mean for encoders and bidirectional decoders, last for decoders.
+        query_length, passage_length: token limits; default as of `TextFormat`, or the model's `max_seq_length` if that
+            is less. Never more than the backbone has positions.
+        append_eos: default only if the tokenizer does not end texts with a special token yet, and either its config has
+            `add_eos_token`, or the last token is pooled, it has an EOS and the model is not made for embedding.
+    """
+
+    template: Template | None
+    interaction: Interaction | None
+    pooling: Pooling
+    query_prefix: str | None
+    passage_prefix: str | None
+    query_length: int | None
+    passage_length: int | None
+    append_eos: bool | None
+    bidirectional: bool | None
+    share_encoder: bool | None
+    dimensions: int | None
+
+
+def checked_dimensions(dimensions: int | None, backbone: Any, path: str) -> int | None:
+    """Return `dimensions`; raise InputError if the backbone has fewer."""
+    hidden = int(backbone.config.hidden_size)
+    if dimensions is not None and not 0 < dimensions <= hidden:
+        raise InputError(f"dimensions={dimensions}: embeddings of {path} have {hidden}; set 1 to {hidden}")
+    return dimensions
+
+
+def text_format(saved: Description, overrides: Overrides, backbone: Any, tokenizer: Any) -> TextFormat:
+    """Combine overrides, the model's own description, and the defaults, in this order."""
+    default = TextFormat()
+    positions = min(getattr(backbone.config, "max_position_embeddings", 1 << 30), tokenizer.model_max_length)
+    limit = saved.max_length or positions
+    query_length = overrides.get("query_length") or saved.query_length or min(default.query_length, limit)
+    passage_length = overrides.get("passage_length") or saved.passage_length or min(default.passage_length, limit)
+    return TextFormat(
+        template=overrides.get("template") or saved.template or default.template,
+        # An empty prefix of the overrides is a prefix.
+        query_prefix=next(p for p in (overrides.get("query_prefix"), saved.query_prefix, "") if p is not None),
+        passage_prefix=next(p for p in (overrides.get("passage_prefix"), saved.passage_prefix, "") if p is not None),
+        query_length=min(query_length, positions),
+        passage_length=min(passage_length, positions),
+    )
+
+
         interaction=own.get("interaction"),
         exclusion_weight=own.get("exclusion_weight", 0.0),
         finished=bool(modules),

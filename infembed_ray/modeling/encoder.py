@@ -24,14 +24,12 @@ from infembed_ray.modeling import adapters, checkpoint, checkpoint_writer, exclu
 from infembed_ray.modeling.attention import prefix_tree
 from infembed_ray.modeling.attention.flex import compile_layers, flex_pays
 from infembed_ray.modeling.attention.packing import enable_packing, first_position, packed, packing_pays
+from infembed_ray.modeling.checkpoint import Overrides
 from infembed_ray.modeling.formats import Question
 from infembed_ray.modeling.interaction import CrossAttention, pair_batches, paired
-from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded
+from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded, pool, truncate
 from infembed_ray.modeling.linear import enable_onednn, fuse_norms
-from infembed_ray.modeling.overrides import Overrides, checked_dimensions, end_texts, text_format
-from infembed_ray.modeling.pooling import pool, truncate
-from infembed_ray.modeling.template import TextFormat
-from infembed_ray.modeling.tokenizer import Side, TextTokenizer, Tokens
+from infembed_ray.modeling.tokenizer import Side, TextFormat, TextTokenizer, Tokens, end_texts
 from infembed_ray.storage.object_store import is_uri
 
 
@@ -127,9 +125,9 @@ class InstructionEncoder(nn.Module):
             for backbone in backbones:
                 backbone.config.is_causal = not bidirectional
         mode = (saved.pooling if pooling == "auto" else pooling) or ("last" if _is_causal(backbones[0]) else "mean")
-        end_texts(tokenizer, overrides.get("append_eos"), mode, saved)
-        dimensions = checked_dimensions(overrides.get("dimensions") or saved.dimensions, backbones[0], path)
-        text = text_format(saved, overrides, backbones[0], tokenizer)
+        end_texts(tokenizer, overrides.get("append_eos"), mode == "last" and not saved.finished)
+        dimensions = checkpoint.checked_dimensions(overrides.get("dimensions") or saved.dimensions, backbones[0], path)
+        text = checkpoint.text_format(saved, overrides, backbones[0], tokenizer)
         if share is False and len(backbones) == 1:
             backbones.append(copy.deepcopy(backbones[0]))
         cross_attention = None

@@ -16,7 +16,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.formats import Asked
 from infembed_ray.modeling.interaction import in_rows
-from infembed_ray.modeling.pooling import truncate
+from infembed_ray.modeling.layout import truncate
 from infembed_ray.modeling.rerankers import PairScorer
 from infembed_ray.modeling.tokenizer import Tokens
 

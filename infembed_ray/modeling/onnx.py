@@ -15,7 +15,7 @@ from infembed_ray.config.training import ExportSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import checkpoint
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.pooling import truncate
+from infembed_ray.modeling.layout import truncate
 from infembed_ray.modeling.tokenizer import Side
 from infembed_ray.progress import say
 from infembed_ray.storage.dry_run import require_space, state

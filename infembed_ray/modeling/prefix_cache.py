@@ -23,9 +23,8 @@ from infembed_ray.modeling.attention.packing import ATTENTION as PACKED
 from infembed_ray.modeling.attention.packing import packed
 from infembed_ray.modeling.attention.prefix_tree import obstacle as tree_obstacle
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import on_device
+from infembed_ray.modeling.layout import on_device, pool, truncate
 from infembed_ray.modeling.pipeline import CPU_BATCH_TOKENS
-from infembed_ray.modeling.pooling import pool, truncate
 from infembed_ray.modeling.tokenizer import Tokens
 
 Key = tuple[int, ...]

@@ -30,7 +30,7 @@ from infembed_ray.evaluation.paper.collection import BASE
 from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.modeling.checkpoint import locate
-from infembed_ray.modeling.template import render
+from infembed_ray.modeling.tokenizer import render
 from infembed_ray.planning.train import describe as describe_training
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect
