@@ -120,9 +120,8 @@ def _items(files: Sequence[Place]) -> list[AgreementItem]:
         rows = list(raw_rows(file, "agreement.files"))
         if any("passages" in row for row in rows):
             return [_item(row, f"agreement.files={file}: row {number}") for number, row in enumerate(rows, start=1)]
-    raise InputError(
-        "agreement.files: no file has a column `passages`, which LLM raters choose from; make one with annotate=100"
-    )
+    fault = "no file has a column `passages`, which LLM raters choose from"
+    raise InputError.of("agreement.files", None, fault, "make one with annotate=100")
 
 
 def _item(row: Mapping[str, Any], where: str) -> AgreementItem:

@@ -31,10 +31,9 @@ def add(backbones: Sequence[Any], lora: Lora) -> None:
         try:
             inject_adapter_in_model(config, backbone)
         except ValueError as error:
-            raise InputError(
-                f"lora.target_modules={list(lora.target_modules)}: not in this backbone "
-                f"({' '.join(str(error).split())[:160]}); name its linear layers, or [] for all"
-            ) from error
+            fault = f"not in this backbone ({' '.join(str(error).split())[:160]})"
+            remedy = "name its linear layers, or [] for all"
+            raise InputError.of("lora.target_modules", list(lora.target_modules), fault, remedy) from error
 
 
 def has(backbones: Sequence[Any]) -> bool:

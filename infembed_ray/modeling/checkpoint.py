@@ -89,7 +89,12 @@ def find(model: str, setting: str, revision: str | None = None) -> Located:
     files = [file for tower in towers for file in (path / tower).glob("*")]
     _require_files({PurePosixPath(file.relative_to(path)) for file in files}, resolved, f"{setting}={model}")
     for weights in (file for file in files if file.suffix == ".safetensors"):
-        _require_whole(weights, f"{setting}={model}")
+        try:
+            with safe_open(weights, "np"):  # compares the length of the file with its header
+                pass
+        except SafetensorError as error:
+            fault = f"{weights.name} is damaged or truncated ({error})"
+            raise InputError.of(setting, model, fault, "copy or download it again") from error
     return Located(resolved, {setting: path}, {})
 
 
@@ -141,19 +146,8 @@ def _require_finished(path: Path, setting: str) -> None:
     """Raise InputError if a directory without a model is, or holds, what an unfinished training left."""
     output = path.parent if path.suffix == ".partial" else path
     if any((partial / STATES).is_dir() for partial in output.glob(".*.partial")):
-        raise InputError(
-            f"{setting}: an unfinished training; run the same `infembed train ... output={output}` again, which resumes it"
-        )
-
-
-def _require_whole(weights: Path, setting: str) -> None:
-    """Check the length of a file of weights against its header."""
-    try:
-        with safe_open(weights, "np"):
-            pass
-    except SafetensorError as error:
-        fault = f"{setting}: {weights.name} is damaged or truncated ({error}); copy or download it again"
-        raise InputError(fault) from error
+        remedy = f"run the same `infembed train ... output={output}` again, which resumes it"
+        raise InputError.of(setting, None, "an unfinished training", remedy)
 
 
 def require_loadable(model: str, setting: str, revision: str | None = None) -> None:
@@ -371,10 +365,8 @@ def _towers(model: str, revision: str | None = None) -> Sequence[str]:
     routes = router["structure"]
     kinds = {_kind(router["types"][module]) for route in routes.values() for module in route[:1]}
     if set(routes) != set(ROUTES) or kinds != {"Transformer"}:
-        raise InputError(
-            f"model={model}: a Router over {', '.join(routes)} is not supported; give one whose routes "
-            f"{' and '.join(ROUTES)} start with a Transformer"
-        )
+        remedy = f"give one whose routes {' and '.join(ROUTES)} start with a Transformer"
+        raise InputError.of("model", model, f"a Router over {', '.join(routes)} is not supported", remedy)
     return tuple(routes[route][0] for route in ROUTES)
 
 
@@ -414,10 +406,8 @@ def _require_versions(model: str, needed: Any) -> None:
 def _saved_pooling(model: str, folder: str) -> PoolingMode:
     saved = read_json(model, join(folder, "config.json"))
     if saved.get("include_prompt") is False:
-        raise InputError(
-            f"model={model}: leaves prompts out of its pooling, which is not supported; set pooling=mean, last or cls "
-            "to override it"
-        )
+        fault = "leaves prompts out of its pooling, which is not supported"
+        raise InputError.of("model", model, fault, "set pooling=mean, last or cls to override it")
     given = saved.get("pooling_mode") or [n for n, on in saved.items() if n.startswith("pooling_mode_") and on is True]
     modes = [given] if isinstance(given, str) else list(given) or ["mean"]
     if len(modes) > 1 or modes[0] not in POOLING_MODES:

@@ -439,10 +439,8 @@ class InstructionEncoder(nn.Module):
         """
         first, second = (np.atleast_2d(np.asarray(side, dtype=np.float32)) for side in (embeddings1, embeddings2))
         if first.shape[1] != second.shape[1]:
-            raise InputError(
-                f"embeddings2: {second.shape[1]} dimensions, and embeddings1 have {first.shape[1]}; encode both with one "
-                "encoder and the same `dimensions`"
-            )
+            fault = f"{second.shape[1]} dimensions, and embeddings1 have {first.shape[1]}"
+            raise InputError.of("embeddings2", None, fault, "encode both with one encoder and the same `dimensions`")
         lengths = np.outer(np.linalg.norm(first, axis=1), np.linalg.norm(second, axis=1))
         return (first @ second.T) / np.maximum(lengths, np.finfo(np.float32).tiny)
 

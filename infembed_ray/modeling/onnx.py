@@ -61,9 +61,8 @@ def require_exportable(encoder: InstructionEncoder, model: str) -> None:
     if encoder.causal:
         raise InputError(f"model={model}: is a causal decoder, which cannot be exported; serve it without ONNX")
     if encoder.interaction is not None:
-        raise InputError(
-            f"model={model}: uses interaction=cross_attention, which cannot be exported; give a joint model"
-        )
+        fault = "uses interaction=cross_attention, which cannot be exported"
+        raise InputError.of("model", model, fault, "give a joint model")
 
 
 def export(encoder: InstructionEncoder, side: Side, path: Path) -> None:

@@ -85,10 +85,8 @@ class ModelReranker(PairScorer):
         pretrained.require_embedded(self.tokenizer, self.model, setting)
         positions = getattr(self.model.config, "max_position_embeddings", None)
         if positions is not None and settings.pair_length > positions:
-            raise InputError(
-                f"pair_length={settings.pair_length}: model={settings.model} has only {positions} positions; set it to "
-                "that or less"
-            )
+            fault = f"model={settings.model} has only {positions} positions"
+            raise InputError.of("pair_length", settings.pair_length, fault, "set it to that or less")
         if getattr(self.model.config, "pad_token_id", None) is None:
             # A decoder with a classification head finds the last token by it.
             self.model.config.pad_token_id = self.tokenizer.pad_token_id
@@ -145,10 +143,9 @@ class _Answering(ModelReranker):
         answers = settings.answers or ()
         for token in answers:
             if token not in vocabulary:
-                raise InputError(
-                    f"answers={list(answers)}: {token!r} is not in the vocabulary of model={settings.model}; "
-                    "write tokens as the vocabulary does, for example ▁true or Ġyes"
-                )
+                fault = f"{token!r} is not in the vocabulary of model={settings.model}"
+                remedy = "write tokens as the vocabulary does, for example ▁true or Ġyes"
+                raise InputError.of("answers", list(answers), fault, remedy)
         self._answers = [vocabulary[token] for token in answers]
 
     def _tokenize(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
@@ -173,9 +170,8 @@ class _Answering(ModelReranker):
                 # Truncation can change the tokens at the cut, so one pass may not be enough.
                 length = len(self.tokenizer(texts[part], add_special_tokens=False)["input_ids"])
                 texts[part] = self._truncated(texts[part], length - excess)
-        raise InputError(
-            f"pair_length={self._settings.pair_length}: the format `pair` alone is longer by {excess} tokens; raise it"
-        )
+        fault = f"the format `pair` alone is longer by {excess} tokens"
+        raise InputError.of("pair_length", self._settings.pair_length, fault, "raise it")
 
     def _prompts(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
         texts = [
@@ -227,10 +223,8 @@ class Classifier(ModelReranker):
     def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int | None) -> None:
         super().__init__(settings, device, batch_tokens)
         if self.model.config.num_labels > 2:
-            raise InputError(
-                f"model={settings.model}: has {self.model.config.num_labels} classes, but a reranker has one or two; "
-                "give a model that was trained as a reranker"
-            )
+            fault = f"has {self.model.config.num_labels} classes, but a reranker has one or two"
+            raise InputError.of("model", settings.model, fault, "give a model that was trained as a reranker")
 
     def _tokenize(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
         if not pairs:

@@ -129,11 +129,8 @@ def only_texts(texts: Iterable[str]) -> Iterator[None]:
         yield
     except TypeError as error:
         bad = next((t for t in texts if not isinstance(t, str) or re.search("[\ud800-\udfff]", t)), "")
-        raise InputError(
-            f"texts: {ascii(bad)[:80]} is no text of Unicode; remove lone surrogates, or give str"
-        ) from error
-    Args:
-        append_eos: whether to do so; None: if its config has `add_eos_token`, or if it has an EOS and `last_is_pooled`.
+        fault = f"{ascii(bad)[:80]} is no text of Unicode"
+        raise InputError.of("texts", None, fault, "remove lone surrogates, or give str") from error
 
 
 def end_texts(tokenizer: Any, append_eos: bool | None, last_is_pooled: bool) -> None:
