@@ -62,9 +62,8 @@ def save(backbones: Sequence[Any], path: Path) -> None:
         )
         config = backbone.peft_config["default"].to_dict()
         plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-        durable.replace_json(
-            folder / "adapter_config.json", plain | {"base_model_name_or_path": None, "inference_mode": True}
-        )
+        plain |= {"base_model_name_or_path": None, "inference_mode": True}
+        durable.replace_json(folder / "adapter_config.json", plain)
 
 
 class MergedWeight(NamedTuple):

@@ -253,6 +253,12 @@ def describe(model: str, with_pooling: bool = True) -> Description:
         passage_length=own.get("passage_length"),
         max_length=min((length for length in lengths if length), default=None),
         dimensions=settings.get("truncate_dim"),
+        interaction=own.get("interaction"),
+        exclusion_weight=own.get("exclusion_weight", 0.0),
+        finished=bool(modules),
+    )
+
+
 class Overrides(TypedDict, total=False):
     """What replaces the description that comes with a model: the settings of `infembed train` by these names, and
     `dimensions`, the number of leading components that make the embedding (Matryoshka). A missing key and None keep the
@@ -301,12 +307,6 @@ def text_format(saved: Description, overrides: Overrides, backbone: Any, tokeniz
         passage_prefix=next(p for p in (overrides.get("passage_prefix"), saved.passage_prefix, "") if p is not None),
         query_length=min(query_length, positions),
         passage_length=min(passage_length, positions),
-    )
-
-
-        interaction=own.get("interaction"),
-        exclusion_weight=own.get("exclusion_weight", 0.0),
-        finished=bool(modules),
     )
 
 

@@ -119,8 +119,7 @@ class InstructionEncoder(nn.Module):
             raise InputError(f"share_encoder=true: {path} has separate encoders; drop share_encoder")
         bidirectional = overrides.get("bidirectional")
         options = {"dtype": dtype} | (adapters.four_bits(device) if quantized else {})
-        native = bidirectional is not None
-        backbones, tokenizer = checkpoint.load(path, saved.towers, with_weights, native, **options)
+        backbones, tokenizer = checkpoint.load(path, saved.towers, with_weights, bidirectional is not None, **options)
         if bidirectional is not None:
             for backbone in backbones:
                 backbone.config.is_causal = not bidirectional
@@ -294,7 +293,7 @@ class InstructionEncoder(nn.Module):
     def compile_layers(self) -> None:
         """Compile the layers of the backbone if that pays on its device."""
         if self.compiles_on(self.device):
-            compile_layers(self.backbone)
+            compile_layers(*self.backbones)
 
     def _shares_prefixes(self, side: Side, sequences: Sequence[Tokens]) -> bool:
         """Return whether to encode shared prefixes once; log once if the backbone does not support it."""
@@ -318,11 +317,7 @@ class InstructionEncoder(nn.Module):
 
     @torch.inference_mode()
     def _encode(
-        self,
-        texts: Any,
-        tokenize: Callable[[Any], Sequence[Tokens]],
-        batch_tokens: int | None,
-        show_progress_bar: bool,
+        self, texts: Any, tokenize: Callable[[Any], Sequence[Tokens]], batch_tokens: int | None, show_progress_bar: bool
     ) -> np.ndarray:
         """Embed texts, or a single str."""
         if isinstance(texts, str):
@@ -351,8 +346,7 @@ class InstructionEncoder(nn.Module):
         due = self._seconds <= pipeline.COMPILE_AFTER_S < self._seconds + seconds
         self._seconds += seconds
         if due and self.packs and not self._quantized:
-            for backbone in self.backbones:
-                compile_layers(backbone)
+            compile_layers(*self.backbones)
 
     def _passes(
         self, texts: Sequence[Any], tokenize: Callable[[Any], Sequence[Tokens]], batch_tokens: int, overlap: bool
@@ -467,12 +461,8 @@ class InstructionEncoder(nn.Module):
         checkpoint_writer.write(
             path,
             checkpoint.Description(
+                **vars(self.text),
                 pooling=self.pooling,
-                template=self.text.template,
-                query_prefix=self.text.query_prefix,
-                passage_prefix=self.text.passage_prefix,
-                query_length=self.text.query_length,
-                passage_length=self.text.passage_length,
                 dimensions=self.dimensions,
                 interaction="joint" if self.interaction is None else "cross_attention",
                 exclusion_weight=self.exclusion_weight,

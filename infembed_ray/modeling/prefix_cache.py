@@ -19,7 +19,6 @@ from cachetools import LRUCache
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from infembed_ray.modeling.attention.packing import ATTENTION as PACKED
 from infembed_ray.modeling.attention.packing import packed
 from infembed_ray.modeling.attention.prefix_tree import obstacle as tree_obstacle
 from infembed_ray.modeling.encoder import InstructionEncoder
@@ -33,15 +32,12 @@ Key = tuple[int, ...]
 
 def obstacle(encoder: InstructionEncoder) -> str | None:
     """Return why an encoder's queries cannot start from a cached instruction; None if they can."""
-    config: Any = encoder.backbone.config
     if not encoder.causal:
         return "its attention is bidirectional"
     if encoder.interaction is not None:
         return "it encodes instruction and query separately"
     if encoder.pooling == "cls":
         return "it pools the first token, which does not depend on the query"
-    if config._attn_implementation != PACKED:
-        return f"its {config._attn_implementation} attention does not take encoded prefixes"
     return tree_obstacle(encoder.backbone, encoder.text.query_length)
 
 

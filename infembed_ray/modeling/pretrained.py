@@ -236,26 +236,19 @@ def with_adapters(model: Any, path: str) -> Any:
     Raises:
         InputError: the path holds no adapters, or adapters of another model.
     """
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
 
     setting = f"adapter={path}"
     remedy = "give the adapters' directory, with *.safetensors, and the model they were trained over"
     with _loading(setting, "no adapters of this model", remedy):
         adapted = PeftModel.from_pretrained(model, path)
-        _require_all_adapters(adapted, path)
+        saved = load_peft_weights(path, device="cpu").keys()
+        needed = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
+        for problem, names in (("no weights for", needed - saved), ("weights of another model:", saved - needed)):
+            if names:  # of which peft only warns
+                raise ValueError(f"{problem} {_listed(sorted(names))}")
     require_finite(setting, ((n, p) for n, p in adapted.named_parameters() if "lora_" in n))
     return adapted.merge_and_unload()
-
-
-def _require_all_adapters(adapted: Any, path: str) -> None:
-    """Raise ValueError if adapter files lack weights of the adapters, or have others, of which peft only warns."""
-    from peft import get_peft_model_state_dict, load_peft_weights
-
-    saved = load_peft_weights(path, device="cpu").keys()
-    needed = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
-    for problem, names in (("no weights for", needed - saved), ("weights of another model:", saved - needed)):
-        if names:
-            raise ValueError(f"{problem} {_listed(sorted(names))}")
 
 
 def join(folder: str, name: str) -> str:

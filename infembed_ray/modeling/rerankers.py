@@ -100,7 +100,9 @@ class ModelReranker(PairScorer):
     def tokenized(self, pairs: Sequence[tuple[Asked, str]]) -> list[dict[str, list[int]]]:
         """Format and tokenize pairs for `relevance`, truncated to `pair_length` tokens."""
         with only_texts(text for query, _ in pairs for text in (query.query, query.instruction or "")):
-            texts = {query: self._query_text(query) for query in {query for query, _ in pairs}}
+            texts = {query: query_text(self._settings, query) for query in {query for query, _ in pairs}}
+            if (limit := self._settings.query_length) is not None:
+                texts = {query: self._truncated(text, limit) for query, text in texts.items()}
         filled = [(texts[query], passage_text(self._settings.passage, text)) for query, text in pairs]
         with only_texts(itertools.chain(*filled)):
             return self._tokenize(filled)
@@ -119,11 +121,6 @@ class ModelReranker(PairScorer):
     @abstractmethod
     def _relevance(self, batch: Any) -> Tensor:
         """Return the logit differences of a padded batch: (n)."""
-
-    def _query_text(self, query: Asked) -> str:
-        """Format a query with its instruction and truncate it to `query_length`."""
-        text = query_text(self._settings, query)
-        return text if self._settings.query_length is None else self._truncated(text, self._settings.query_length)
 
     def _truncated(self, text: str, tokens: int) -> str:
         """Return the beginning of a text, at most `tokens` tokens long; characters are never divided."""
@@ -174,9 +171,8 @@ class _Answering(ModelReranker):
         raise InputError.of("pair_length", self._settings.pair_length, fault, "raise it")
 
     def _prompts(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
-        texts = [
-            fill(self._settings.pair or "{query} {passage}", query=query, passage=passage) for query, passage in pairs
-        ]
+        prompt = self._settings.pair or "{query} {passage}"
+        texts = [fill(prompt, query=query, passage=passage) for query, passage in pairs]
         return _rows(self.tokenizer(texts), "input_ids", "attention_mask") if texts else []
 
     def _difference(self, logits: Tensor) -> Tensor:

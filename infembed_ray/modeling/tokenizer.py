@@ -103,12 +103,8 @@ class TextTokenizer:
 
     def tokenize(self, texts: Sequence[str], side: Side, length: int, firsts: Sequence[int] = ()) -> list[Tokens]:
         """Tokenize texts as they are, truncated to `length`; the first `firsts[row]` characters are the instruction."""
-        cut: dict[str, Any] = {
-            "max_length": length,
-            "stride": 0,
-            "strategy": "longest_first",
-            "direction": self.truncation_side,
-        }
+        cut: dict[str, Any] = {"max_length": length, "stride": 0, "strategy": "longest_first"}
+        cut["direction"] = self.truncation_side
         if self.backend.truncation != cut:
             self.backend.enable_truncation(**cut)
         if self.backend.padding is not None:
@@ -136,6 +132,8 @@ def only_texts(texts: Iterable[str]) -> Iterator[None]:
 def end_texts(tokenizer: Any, append_eos: bool | None, last_is_pooled: bool) -> None:
     """Make a tokenizer end every text with EOS, also truncated ones and after it is saved, unless a special token does.
 
+    Args:
+        append_eos: whether to do so; None: if its config has `add_eos_token`, or if it has an EOS and `last_is_pooled`.
 
     Raises:
         InputError: it has no EOS.

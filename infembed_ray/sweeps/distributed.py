@@ -281,16 +281,10 @@ def _run_trial(trial: Trial) -> tuple[str, str]:
     try:
         model: RetrieverSettings | str | None = trial.untrained
         if trial.train is not None:
-            model = _place_of(train(trial.train), trial.train.output)
-        done = evaluate(trial.evaluate.model_copy(update={"models": {trial.row: model}}))
-        return _place_of(done, trial.evaluate.output), ""
+            model = train(trial.train).address
+        return evaluate(trial.evaluate.model_copy(update={"models": {trial.row: model}})).address, ""
     except Exception as error:  # the other trials continue
         cause: BaseException = error
         while cause.__cause__ is not None:  # without Ray's wrappers
             cause = cause.__cause__
         return "", in_one_line(cause)[:300]
-
-
-def _place_of(published: Published, output: str) -> str:
-    """Return where other processes find an output."""
-    return address(place_of(output) / published.manifest["identity"])

@@ -43,7 +43,8 @@ def rank(settings: RetrieverSettings, task: Task, depth: int) -> dict[str, dict[
     rankings = read(file, "model")
     ids = {query.id for query in task.queries}
     if rankings.keys().isdisjoint(ids):
-        fault = f"has none of the queries of {task.name}, such as {task.queries[0].id}; its first is {next(iter(rankings))}"
+        asked, first = task.queries[0].id, next(iter(rankings))
+        fault = f"has none of the queries of {task.name}, such as {asked}; its first is {first}"
         raise InputError.of("model", file, fault, "give the run of this task")
     ranked = {}
     for query in rankings.keys() & ids:
