@@ -54,13 +54,7 @@ def query_first(minilm, tmp_path_factory):
     return str(path)
 
 
-BM25 = {"kind": "bm25", "plain_query": "{query}", "instructed_query": "{instruction} {query}"}
 BENCHMARKS = ("bright/leetcode", "followir/core17")
-
-
-def cross_encoder(root):
-    formats = {"instructed_query": "{query} {instruction}", "plain_query": "{query}"}
-    return {"kind": "classifier", "model": models.bert(root / "cross", 1), **formats}
 
 
 FIRST = 5
@@ -85,7 +79,7 @@ def settings(files, query_first, tmp_path_factory):
         tasks=BENCHMARKS,
         data=str(mirror),
         records=records,
-        models={"query first": query_first, "bm25": BM25, "cross": cross_encoder(mirror)},
+        models={"query first": query_first, "bm25": models.BM25, "cross": models.cross_encoder(mirror)},
         first_stage="bm25",
         rerank=FIRST,
         distractors=distractors,
