@@ -39,7 +39,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2Model
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.pipeline import ahead
-from infembed_ray.modeling.template import TextFormat
+from infembed_ray.modeling.tokenizer import TextFormat
 from infembed_ray.records.tables import Record
 from infembed_ray.training.preparation import Prepared, Preparer
 

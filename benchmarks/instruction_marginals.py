@@ -41,8 +41,7 @@ from infembed_ray.modeling.attention import prefix_tree
 from infembed_ray.modeling.attention.packing import packed
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded
-from infembed_ray.modeling.template import TextFormat
-from infembed_ray.modeling.tokenizer import Tokens
+from infembed_ray.modeling.tokenizer import TextFormat, Tokens
 from infembed_ray.training.collate import Batch, collate
 from infembed_ray.training.engine import Engine
 from infembed_ray.training.losses import Objective, marginal_loss

@@ -167,8 +167,8 @@ def run_workers(model: str, run: str, number: int) -> int:
 def table() -> str:
     """Print the table of docs/guides/plan.md: the paper's Qwen2.5 on one to four nodes of 8 A100-80G."""
     from infembed_ray.config.planning import PlanTrainSettings
-    from infembed_ray.planning.memory import GIB
     from infembed_ray.planning.train import plan
+    from infembed_ray.storage.dry_run import GIB
 
     lines = ["| model | nodes | " + " | ".join(f"ZeRO-{s} GiB, ckpt" for s in (1, 2, 3)) + " | s/step | h |"]
     lines.append("|---|---:" + "|---:" * 5 + "|")
@@ -195,8 +195,8 @@ def table() -> str:
 def recipes() -> str:
     """Print the table of docs/guides/train.md: the recipes of the paper's backbones as they are set, on 8 A100-80G."""
     from infembed_ray.config.planning import PlanTrainSettings
-    from infembed_ray.planning.memory import GIB
     from infembed_ray.planning.train import plan
+    from infembed_ray.storage.dry_run import GIB
 
     lines = [
         "| recipe | parameters | settings | GiB a GPU on 1, 2, 4 nodes | tokens a step | tokens/s | h, 2 epochs |",

@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 import infembed_ray
 from benchmarks.gpu.suite import Context
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import Layout
-from infembed_ray.modeling.pooling import pool
+from infembed_ray.modeling.layout import Layout, pool
 from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.training.observability.flops import Workload, peak_flops
 

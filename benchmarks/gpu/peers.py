@@ -21,8 +21,7 @@ from benchmarks.gpu import measure, steps, zero
 from benchmarks.gpu.steps import Sides
 from benchmarks.gpu.suite import Context, Result
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.template import TextFormat
-from infembed_ray.modeling.tokenizer import Tokens
+from infembed_ray.modeling.tokenizer import TextFormat, Tokens
 from infembed_ray.training.observability.flops import Workload
 from infembed_ray.training.preparation import passes
 

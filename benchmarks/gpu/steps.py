@@ -26,8 +26,7 @@ from infembed_ray.config.training import Lora
 from infembed_ray.modeling import adapters
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout
-from infembed_ray.modeling.template import TextFormat
-from infembed_ray.modeling.tokenizer import Tokens
+from infembed_ray.modeling.tokenizer import TextFormat, Tokens
 from infembed_ray.planning.memory import saved_bytes
 from infembed_ray.training.losses import Negatives, Objective, marginal_loss
 from infembed_ray.training.observability.flops import Workload

@@ -108,7 +108,9 @@ def mean_cohen_kappa(pairs: Sequence[tuple[str, str]], raters: Answers) -> Secti
     if not items:
         return dict.fromkeys(("value", "low", "high"))
     places = {item: place for place, item in enumerate(items)}
-    weights = _resampled(len(items))
+    size = len(items)
+    drawn = np.random.default_rng(0).multinomial(size, np.full(size, 1 / size), size=RESAMPLES)
+    weights = np.vstack([np.ones(size, dtype=drawn.dtype), drawn])  # how often each item counts: once in the first row
     kappas = []
     for one, other in pairs:
         both = [item for item in items if item in raters[one] and item in raters[other]]
@@ -118,23 +120,13 @@ def mean_cohen_kappa(pairs: Sequence[tuple[str, str]], raters: Answers) -> Secti
             for item in both:
                 cells[places[item], answers.index(raters[one][item]), answers.index(raters[other][item])] = 1
             kappas.append(cohen_kappa(np.tensordot(weights, cells, axes=1)))
-    return _interval(np.mean(kappas, axis=0) if kappas else np.full(1, np.nan))
-
-
-def _resampled(items: int) -> np.ndarray:
-    """Return (1 + RESAMPLES, items): how often each item counts, once in the first row."""
-    drawn = np.random.default_rng(0).multinomial(items, np.full(items, 1 / items), size=RESAMPLES)
-    return np.vstack([np.ones(items, dtype=drawn.dtype), drawn])
-
-
-def _interval(kappas: np.ndarray) -> Section:
-    """Return the first kappa, and the interval of the others."""
-    drawn = kappas[1:][~np.isnan(kappas[1:])]
-    if np.isnan(kappas[0]) or not len(drawn):
+    value, *resampled = np.mean(kappas, axis=0) if kappas else [np.nan]
+    defined = [kappa for kappa in resampled if not np.isnan(kappa)]
+    if np.isnan(value) or not defined:
         return dict.fromkeys(("value", "low", "high"))
     tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(drawn, [tail, 1 - tail])
-    return {"value": float(kappas[0]), "low": float(low), "high": float(high)}
+    low, high = np.quantile(defined, [tail, 1 - tail])
+    return {"value": float(value), "low": float(low), "high": float(high)}
 
 
 def cohen_kappa(counts: np.ndarray) -> np.ndarray:

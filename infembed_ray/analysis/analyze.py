@@ -15,6 +15,7 @@ from infembed_ray.analysis.overlap import EvaluationTexts, contamination
 from infembed_ray.analysis.report import as_html, as_text, shown_rows, summarise
 from infembed_ray.config.analysis import AnalyzeGates, AnalyzeSettings
 from infembed_ray.errors import GateError, InputError, check_all
+from infembed_ray.modeling.checkpoint import Located, locate
 from infembed_ray.progress import counted, say
 from infembed_ray.records.tables import write_lines
 from infembed_ray.storage import durable
@@ -23,7 +24,7 @@ from infembed_ray.storage.places import Place, place_of, read_json
 from infembed_ray.storage.steps import Published, Step, find_input
 
 if TYPE_CHECKING:
-    from infembed_ray.analysis.raters import Rating
+    from infembed_ray.analysis.raters import AgreementItem
 
 REPORT_FILE = "report.json"
 PAGE_FILE = "report.html"
@@ -40,13 +41,13 @@ _ROUNDING = 1e-9
 @dataclass(frozen=True)
 class AnalysisInputs:
     """All that an analysis reads: records, sets to compare them with, label -> evaluation set, answers of the reference raters,
-    and what LLM raters are asked (None without them)."""
+    and the items that LLM raters are asked."""
 
     records: RecordSet
     compared: list[TextSet]
     evaluations: dict[str, EvaluationTexts]
     references: Answers
-    rating: Rating | None
+    items: list[AgreementItem]
 
 
 def run(settings: AnalyzeSettings) -> Published:
@@ -94,9 +95,8 @@ def _publish(settings: AnalyzeSettings, files: Mapping[str, Place], step: Step) 
         for label, evaluation in given.evaluations.items():
             matches, contaminated[label] = contamination(label, evaluation, records.kept)
             contaminations += matches
-        diversities, coverages = diversity.compare(
-            [diversity.from_records(LABEL, records.kept), *given.compared], embed
-        )
+        sets = [diversity.from_records(LABEL, records.kept), *given.compared]
+        diversities, coverages = diversity.compare(sets, embed)
         removed = clean.removals(records.kept, contaminated) if settings.clean else {}
         if settings.clean and len(removed) == len(records.kept):
             raise InputError.of("clean", None, f"no record of {settings.records} would be left", "check evaluations")
@@ -131,11 +131,11 @@ def _agreement(given: AnalysisInputs, settings: AnalyzeSettings, directory: Any)
     if not given.references:
         return None
     rated: dict[str, dict[str, str]] = {}
-    if given.rating is not None:
+    if given.items:
         from infembed_ray.analysis import raters
 
-        rated = raters.ask(given.rating, settings)
-        answers = [{"item_id": i.id, **{name: rated[name].get(i.id) for name in rated}} for i in given.rating.items]
+        rated = raters.ask(given.items, settings)
+        answers = [{"item_id": i.id, **{name: rated[name].get(i.id) for name in rated}} for i in given.items]
         write_lines(directory / ANSWERS_FILE, answers)
     models = {name: model.model for name, model in settings.agreement.raters.items()}
     return agreement.study(given.references, rated, models)
@@ -156,8 +156,8 @@ def prepare(settings: AnalyzeSettings) -> tuple[dict[str, Place], Step]:
     paths_by_setting["records"] = settings.records
     if LABEL in settings.compare:
         raise InputError.of(f"compare.{LABEL}", None, "is the label of the records", "choose another label")
-    (encoder_paths, encoder_names), *paths = check_all(
-        lambda: _encoder_identity(settings),
+    encoder, *paths = check_all(
+        lambda: Located("", {}, {}) if settings.encoder is None else locate(settings.encoder, "encoder"),
         *(partial(find_input, file, setting) for setting, file in paths_by_setting.items()),
     )
     files = dict(zip(paths_by_setting, paths, strict=True))
@@ -166,7 +166,7 @@ def prepare(settings: AnalyzeSettings) -> tuple[dict[str, Place], Step]:
         from infembed_ray.synthesis import templates
 
         prompts["prompts"] = templates.DIRECTORY
-    return files, Step("analyze", settings, settings.output, {**files, **encoder_paths, **prompts}, encoder_names)
+    return files, Step("analyze", settings, settings.output, {**files, **encoder.inputs, **prompts}, encoder.names)
 
 
 def read(settings: AnalyzeSettings, files: Mapping[str, Place]) -> AnalysisInputs:
@@ -186,30 +186,21 @@ def read(settings: AnalyzeSettings, files: Mapping[str, Place]) -> AnalysisInput
         *(partial(diversity.read, label, file, f"compare.{label}") for label, file in compared.items()),
         *(partial(EvaluationTexts.read, file, f"evaluations.{label}") for label, file in evaluations.items()),
     ]
-    records, (references, rating), *sets = check_all(*tasks)
+    records, (references, items), *sets = check_all(*tasks)
     texts = dict(zip(evaluations, sets[len(compared) :], strict=True))
-    return AnalysisInputs(records, sets[: len(compared)], texts, references, rating)
+    return AnalysisInputs(records, sets[: len(compared)], texts, references, items)
 
 
-def _rated(settings: AnalyzeSettings, files: Sequence[Place]) -> tuple[Answers, Rating | None]:
+def _rated(settings: AnalyzeSettings, files: Sequence[Place]) -> tuple[Answers, list[AgreementItem]]:
     """Read the reference answers, and prepare the LLM raters."""
     if not files and not settings.agreement.raters:
-        return {}, None
+        return {}, []
     references = agreement.read(files, "agreement.files", least=1 if settings.agreement.raters else 2)
     if not settings.agreement.raters:
-        return references, None
+        return references, []
     from infembed_ray.analysis import raters  # imports the LLM client
 
     return references, raters.prepare(settings, files, references)
-
-
-def _encoder_identity(settings: AnalyzeSettings) -> tuple[dict[str, Place], dict[str, str]]:
-    if settings.encoder is None:
-        return {}, {}
-    from infembed_ray.modeling.checkpoint import locate
-
-    checkpoint = locate(settings.encoder, "encoder")
-    return checkpoint.inputs, checkpoint.names
 
 
 def _encoder(settings: AnalyzeSettings) -> diversity.Embed | None:
@@ -233,6 +224,6 @@ def describe(settings: AnalyzeSettings) -> Iterator[str]:
         yield f"compared with {others} and {counted(len(given.evaluations), 'evaluation set')}"
     if given.references:
         yield f"agreement: {counted(len(given.references), 'reference rater')}"
-    if given.rating is not None:
-        calls = len(given.rating.items) * len(settings.agreement.raters)
+    if given.items:
+        calls = len(given.items) * len(settings.agreement.raters)
         yield f"calls: {calls:,} at most, if no answer is malformed or journaled"

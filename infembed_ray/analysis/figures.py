@@ -174,17 +174,15 @@ def cost(records: RecordSet) -> Section | None:
     every = [row for rows in records.provenance.values() for row in rows]
     if not every:
         return None
-    parts = {name: _spent(rows) for name, rows in {**records.provenance, "total": every}.items()}
+    parts: Section = {}
+    for name, rows in {**records.provenance, "total": every}.items():
+        prices = [row["usd"] for row in rows]
+        parts[name] = {
+            "rows": len(rows),
+            "prompt_tokens": sum(row["prompt_tokens"] or 0 for row in rows),
+            "completion_tokens": sum(row["completion_tokens"] or 0 for row in rows),
+            "usd": None if None in prices else math.fsum(prices),
+        }
     usd = parts["total"]["usd"]
     per_kept = 1000 * usd / len(records.kept) if records.kept and usd is not None else None
     return parts | {"usd_per_1000_kept": per_kept}
-
-
-def _spent(provenance: Rows) -> Section:
-    usd = [row["usd"] for row in provenance]
-    return {
-        "rows": len(provenance),
-        "prompt_tokens": sum(row["prompt_tokens"] or 0 for row in provenance),
-        "completion_tokens": sum(row["completion_tokens"] or 0 for row in provenance),
-        "usd": None if None in usd else math.fsum(usd),
-    }

@@ -21,7 +21,6 @@ from infembed_ray.llm.chat import Complete, RowFailure, RunFailure
 from infembed_ray.llm.client import ChatClient, run_in_thread
 from infembed_ray.llm.journal_store import open_journal
 from infembed_ray.llm.ledger import Grant, LeaseReport, Ledger, RateLimiter
-from infembed_ray.llm.prices import PriceTable
 from infembed_ray.progress import Advance, say, track
 from infembed_ray.records.files import raw_rows
 from infembed_ray.storage.places import Place
@@ -51,22 +50,8 @@ class AgreementItem:
     query: str
     passages: tuple[str, ...]
 
-    @property
-    def shown(self) -> Lineup:
-        """The passages as the judge's candidates, named by their numbers."""
-        return Lineup(tuple(str(number) for number in range(1, len(self.passages) + 1)), self.passages)
 
-
-@dataclass(frozen=True)
-class Rating:
-    """What LLM raters are asked, and by which means."""
-
-    items: list[AgreementItem]
-    table: PriceTable
-    journal: Place
-
-
-def prepare(settings: AnalyzeSettings, files: Sequence[Place], references: Answers) -> Rating:
+def prepare(settings: AnalyzeSettings, files: Sequence[Place], references: Answers) -> list[AgreementItem]:
     """Read the items, and check what can be checked before a request.
 
     Args:
@@ -77,34 +62,33 @@ def prepare(settings: AnalyzeSettings, files: Sequence[Place], references: Answe
         InputError: no file has items, a rater has the label of another one, or a limit cannot be kept.
     """
     wanted = settings.agreement
-    table = prices.load(None)
     models = {f"agreement.raters.{label}": model for label, model in wanted.raters.items()}
     items, _ = check_all(
-        lambda: _items(files),
-        lambda: preflight.check_limits(wanted.limits, models, table),
+        lambda: _items(files), lambda: preflight.check_limits(wanted.limits, models, prices.load(None))
     )
     for label in wanted.raters:
         if label in references:
             fault = "is also the label of a reference rater"
             raise InputError.of(f"agreement.raters.{label}", None, fault, "choose another label")
     _check_answers(references, items)
-    return Rating(items, table, open_place(settings.output, "output") / JOURNAL)
+    return items
 
 
-def ask(rating: Rating, settings: AnalyzeSettings) -> dict[str, dict[str, str]]:
+def ask(questions: Sequence[AgreementItem], settings: AnalyzeSettings) -> dict[str, dict[str, str]]:
     """Ask all raters; return rater -> item_id -> answer. An interrupted run resumes from its journal.
 
     Raises:
         InputError: endpoints that refuse or do not answer, a used-up budget, or a rater with too many items without an answer.
     """
+    journal = open_place(settings.output, "output") / JOURNAL
     try:
-        with budget.held(settings.agreement.limits, rating.journal):
-            rated, reasons = run_in_thread(_ask_all(rating, settings))
+        with budget.held(settings.agreement.limits, journal):
+            rated, reasons = run_in_thread(_ask_all(questions, settings, journal))
     except RunFailure as failure:
         raise InputError(f"{failure}; nothing is published; the same command resumes") from failure
     for reason, times in reasons.most_common(PRINTED):
         say(f"agreement: {times} without an answer: {reason}")
-    items = len(rating.items)
+    items = len(questions)
     for rater, missing in ((rater, items - len(answers)) for rater, answers in rated.items()):
         if missing > MAX_UNANSWERED * items:
             causes = "; ".join(f"{times} x {reason}" for reason, times in reasons.most_common(PRINTED))
@@ -120,9 +104,8 @@ def _items(files: Sequence[Place]) -> list[AgreementItem]:
         rows = list(raw_rows(file, "agreement.files"))
         if any("passages" in row for row in rows):
             return [_item(row, f"agreement.files={file}: row {number}") for number, row in enumerate(rows, start=1)]
-    raise InputError(
-        "agreement.files: no file has a column `passages`, which LLM raters choose from; make one with annotate=100"
-    )
+    fault = "no file has a column `passages`, which LLM raters choose from"
+    raise InputError.of("agreement.files", None, fault, "make one with annotate=100")
 
 
 def _item(row: Mapping[str, Any], where: str) -> AgreementItem:
@@ -151,23 +134,25 @@ def _check_answers(references: Answers, items: Sequence[AgreementItem]) -> None:
                 )
 
 
-async def _ask_all(rating: Rating, settings: AnalyzeSettings) -> tuple[dict[str, dict[str, str]], Counter[str]]:
+async def _ask_all(
+    items: Sequence[AgreementItem], settings: AnalyzeSettings, place: Place
+) -> tuple[dict[str, dict[str, str]], Counter[str]]:
     """Return rater -> item_id -> answer, and how often which reason left an item without one.
 
     Raises:
         RunFailure: nothing more can be asked. Answers in flight are still journaled.
     """
     limits, raters = settings.agreement.limits, settings.agreement.raters
-    journal = open_journal(rating.journal)
-    spent = 0.0 if limits.budget_usd is None else budget.resume(rating.journal, rating.table)
-    ledger = Ledger(limits, spent, note=partial(budget.note_at_most, rating.journal))
+    journal, table = open_journal(place), prices.load(None)
+    spent = 0.0 if limits.budget_usd is None else budget.resume(place, table)
+    ledger = Ledger(limits, spent, note=partial(budget.note_at_most, place))
 
     async def exchange(report: LeaseReport) -> Grant:
         return ledger.exchange(report)
 
     limiter = RateLimiter(limits, IN_FLIGHT, exchange)
-    client = ChatClient(settings.agreement.endpoint, journal, limiter, rating.table)
-    asked = [(rater, item) for rater in raters for item in rating.items]
+    client = ChatClient(settings.agreement.endpoint, journal, limiter, table)
+    asked = [(rater, item) for rater in raters for item in items]
     try:
         with track("agreement", len(asked)) as advance:
             jobs = (_ask(item, raters[rater], settings, client.complete, advance) for rater, item in asked)
@@ -176,7 +161,7 @@ async def _ask_all(rating: Rating, settings: AnalyzeSettings) -> tuple[dict[str,
         await client.close()
         journal.close()
         if limits.budget_usd is not None:
-            budget.note_unjournaled(rating.journal, rating.table, ledger.committed_usd)
+            budget.note_unjournaled(place, table, ledger.committed_usd)
         for line in ledger.stats().warnings:
             say(f"agreement: {line}")
     rated: dict[str, dict[str, str]] = {rater: {} for rater in raters}
@@ -194,10 +179,11 @@ async def _ask_all(rating: Rating, settings: AnalyzeSettings) -> tuple[dict[str,
 async def _ask(
     item: AgreementItem, model: ChatModel, settings: AnalyzeSettings, complete: Complete, advance: Advance
 ) -> str:
-    # A rater is what the judge of a synthesis would be.
+    # A rater is what the judge of a synthesis would be, and numbers name the candidates.
+    shown = Lineup(tuple(map(str, range(1, len(item.passages) + 1))), item.passages)
     judging = SynthesizeSettings(seeds=settings.records, output=settings.output, judge=model)
     try:
-        picked = await rate(item.id, item.instruction, item.query, item.shown, judging, complete)
+        picked = await rate(item.id, item.instruction, item.query, shown, judging, complete)
     finally:
         advance()
     return NOTHING_FITS if picked == NONE else picked

@@ -4,7 +4,7 @@ Texts are in files that all nodes map into memory. Actors write the embeddings o
 searches read them in blocks, so the driver and Ray's object store hold neither. A stored chunk is never computed again.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
@@ -18,33 +18,16 @@ from ray.data import ActorPoolStrategy
 from infembed_ray import ray_compat
 from infembed_ray.config.evaluation import EvaluateSettings, RetrieverSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import differences, obedience
-from infembed_ray.evaluation.chunks import (
-    TextChunk,
-    file_of,
-    of_pairs,
-    of_passages,
-    of_queries,
-    read_all,
-    shared,
-    store_of,
-    write,
-)
+from infembed_ray.evaluation import chunks, differences, obedience
+from infembed_ray.evaluation.chunks import TextChunk
 from infembed_ray.evaluation.differences import Difference, Kept
-from infembed_ray.evaluation.inputs import (
-    ENCODER_KINDS,
-    RANKER_KINDS,
-    EvaluatedModel,
-    EvaluationInputs,
-    content_hash,
-    resolve,
-)
+from infembed_ray.evaluation.inputs import EvaluatedModel, EvaluationInputs, content_hash, resolve
 from infembed_ray.evaluation.metrics import Run, ranks
 from infembed_ray.evaluation.obedience import Controls
 from infembed_ray.evaluation.paper import results_report
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.retrievers import baselines, runs
-from infembed_ray.evaluation.retrievers.baselines import Ranker
+from infembed_ray.evaluation.retrievers.baselines import ENCODER_KINDS, RANKER_KINDS
 from infembed_ray.evaluation.search import exact_search, rows_of
 from infembed_ray.evaluation.tasks.task import CORPUS, Obedience, Scores, Task, score
 from infembed_ray.progress import counted, say, track
@@ -84,23 +67,28 @@ def _evaluate(
     settings: EvaluateSettings, inputs: EvaluationInputs, directory: Path
 ) -> tuple[Results, list[Difference]]:
     """Rank and score all tasks by all models; the runs go to a directory."""
-    scores: dict[str, dict[str, Scores]] = {}
+    scores: dict[str, dict[str, Scores]] = {model.label: {} for model in inputs.models}
     obeyed: dict[str, dict[str, Obedience]] = {}
     first: dict[str, dict[str, list[str]]] = {}
-    covered: dict[str, dict[str, dict[str, int]]] = {}
+    covered: dict[str, dict[str, dict[str, dict[str, int]]]] = {}
     kept: dict[str, dict[str, Kept]] = {task.name: {} for task in inputs.tasks}
     made = {task.name: Controls.from_task(task) for task in inputs.tasks if settings.controls}
     controls = {name: of_task for name, of_task in made.items() if of_task is not None}
     asked = replace(inputs, tasks=[controls[t.name].ask(t) if t.name in controls else t for t in inputs.tasks])
     for model in sorted(inputs.models, key=lambda model: model.label != settings.first_stage):
-        scores[model.label] = {}
-        ranked = _rankings(settings, asked, model, first)
+        if model.retriever.kind in RANKER_KINDS:
+            ranked = _rank_tasks(settings, asked, model)
+        elif model.retriever.kind in ENCODER_KINDS:
+            ranked = _encode_and_search(settings, asked, model)
+        else:
+            ranked = _rerank(settings, asked, model, first)
         for task, (asking, run) in zip(inputs.tasks, ranked, strict=True):
             if model.label == settings.first_stage:
                 first[task.name] = {q.id: list(ranks(run[q.id]))[: settings.rerank] for q in asking.queries}
             scores[model.label][task.name] = score(task, run)
             if model.retriever.kind == "run":
-                counts = covered.setdefault(model.label, {})[task.name] = runs.coverage(task, run)
+                counts = runs.coverage(task, run, model.retriever.model)
+                covered.setdefault(model.label, {"coverage": {}})["coverage"][task.name] = counts
                 if counts["without_results"] or counts["unknown_documents"]:
                     say(
                         f"{model.label}: warning: {counts['without_results']} of {counts['judged_queries']} judged queries of "
@@ -115,10 +103,8 @@ def _evaluate(
         obeyed.setdefault(label, of_tasks)
     figures = Results(
         tasks={task.name: TaskSummary.from_task(task, content_hash(task)) for task in inputs.tasks},
-        models={
-            m.label: m.about | ({"coverage": covered[m.label]} if m.label in covered else {}) for m in inputs.models
-        },
-        scores={model.label: scores[model.label] for model in inputs.models},
+        models={model.label: model.about | covered.get(model.label, {}) for model in inputs.models},
+        scores=scores,
         depth=settings.depth,
         obedience=obeyed,
     )
@@ -138,41 +124,27 @@ def _references(
     return {bm25.label: {task.name: controls[task.name].measure(task, run) for task, run in ranked}}
 
 
-def _rankings(
-    settings: EvaluateSettings,
-    inputs: EvaluationInputs,
-    model: EvaluatedModel,
-    first: Mapping[str, Mapping[str, Sequence[str]]],
-) -> Iterator[tuple[Task, Run]]:
-    """Yield a model's rankings of all queries, task by task; `first` has the top documents of the first stage."""
-    if model.retriever.kind in RANKER_KINDS:
-        return _rank_tasks(settings, inputs, model)
-    if model.retriever.kind in ENCODER_KINDS:
-        return _encode_and_search(settings, inputs, model)
-    return _rerank(settings, inputs, model, first)
-
-
 def _encode_and_search(
     settings: EvaluateSettings, inputs: EvaluationInputs, model: EvaluatedModel
 ) -> Iterator[tuple[Task, Run]]:
-    passages = {task.name: of_passages(task.corpus_file) for task in inputs.tasks}
-    queries = {task.name: of_queries(task.queries) for task in inputs.tasks}
-    chunks = chain(*passages.values(), *queries.values())
-    files = _compute_chunks("encode", settings, model, chunks, inputs.store)
+    passages = {task.name: chunks.of_passages(task.corpus_file) for task in inputs.tasks}
+    queries = {task.name: chunks.of_queries(task.queries) for task in inputs.tasks}
+    files = _compute_chunks("encode", settings, model, chain(*passages.values(), *queries.values()), inputs.store)
     with track(f"search {model.label}", inputs.size[0]) as advance:
         for task in inputs.tasks:
             embeddings = [files[chunk] for chunk in passages[task.name]]
             search = _search.options(num_gpus=settings.gpus_per_actor)
-            device = "cuda" if settings.gpus_per_actor else "cpu"
             searches = []
             for chunk in queries[task.name]:
                 ids = [query.id for query in chunk.queries]
-                candidates = None if task.candidates is None else [task.candidates[query] for query in ids]
                 excluded = [task.excluded.get(query, ()) for query in ids]
-                restricted = candidates, excluded if any(excluded) else None
-                searches.append(
-                    (ids, search.remote(files[chunk], embeddings, task.corpus_file, restricted, settings.depth, device))
-                )
+                options = {
+                    "candidates": None if task.candidates is None else [task.candidates[query] for query in ids],
+                    "excluded": excluded if any(excluded) else None,
+                    "device": "cuda" if settings.gpus_per_actor else "cpu",
+                }
+                asked = files[chunk], embeddings, task.corpus_file, settings.depth, options
+                searches.append((ids, search.remote(*asked)))
             run: dict[str, Mapping[str, float]] = {}
             for ids, rankings in searches:
                 run |= zip(ids, _result(rankings), strict=True)
@@ -186,19 +158,19 @@ def _rerank(
     model: EvaluatedModel,
     first: Mapping[str, Mapping[str, Sequence[str]]],
 ) -> Iterator[tuple[Task, Run]]:
-    """Score every query's candidates, or the first stage's top documents if the task has no candidates to re-rank."""
+    """Score every query's candidates, or `first`, the first stage's top documents, if the task has none to re-rank."""
     pairs: dict[str, list[TextChunk]] = {}
     for task in inputs.tasks:
         candidates = (task.candidates or {}) if task.has_candidates(settings.depth) else first[task.name]
         wanted = [set(candidates[query.id]) - task.excluded.get(query.id, frozenset()) for query in task.queries]
         rows = rows_of(task.corpus["id"], wanted)
         divided = zip(task.queries, rows, strict=True)
-        pairs[task.name] = [c for query, own in divided for c in of_pairs(query, task.corpus_file, own.tolist())]
+        pairs[task.name] = [c for query, own in divided for c in chunks.of_pairs(query, task.corpus_file, own.tolist())]
     files = _compute_chunks("rerank", settings, model, chain(*pairs.values()), inputs.store)
     for task in inputs.tasks:
         run: dict[str, dict[str, float]] = {query.id: {} for query in task.queries}
         ids = task.corpus["id"]
-        stored = read_all(files[chunk] for chunk in pairs[task.name])
+        stored = chunks.read_all(files[chunk] for chunk in pairs[task.name])
         for chunk, scores in zip(pairs[task.name], stored, strict=True):
             documents = [ids[row].as_py() for row in chunk.rows]  # `take` copies the whole column
             run[chunk.queries[0].id] |= zip(documents, scores.tolist(), strict=True)
@@ -209,9 +181,7 @@ def _rank_tasks(
     settings: EvaluateSettings, inputs: EvaluationInputs, model: EvaluatedModel
 ) -> Iterator[tuple[Task, Run]]:
     if model.retriever.kind == "run":  # its files need not be visible to the workers
-        ranker = baselines.load(model.retriever)
-        assert isinstance(ranker, Ranker)
-        yield from ((task, ranker.rank(task, settings.depth)) for task in inputs.tasks)
+        yield from ((task, baselines.rank(model.retriever, task, settings.depth)) for task in inputs.tasks)
         return
     connect()
     with track(f"rank {model.label}", len(inputs.tasks)) as advance:
@@ -230,15 +200,15 @@ def _rank_tasks(
 class ComputeChunk:
     """Ray Data actor that computes chunks missing from the store. It loads the model at the first missing chunk.
 
-    Rows of the data set are the numbers of `chunks`.
+    Rows of the data set are the numbers of the chunks that `given` refers to.
     """
 
     def __init__(
-        self, model: EvaluatedModel, store: Place, chunks: ray.ObjectRef, device: str, batch_tokens: int | None
+        self, model: EvaluatedModel, store: Place, given: ray.ObjectRef, device: str, batch_tokens: int | None
     ) -> None:
         self._model = model
         self._store = store
-        self._chunks: Sequence[TextChunk] = ray.get(chunks)
+        self._chunks: Sequence[TextChunk] = ray.get(given)
         self._load = cache(partial(baselines.load, model.retriever, device, batch_tokens))
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -250,7 +220,7 @@ class ComputeChunk:
 
     def _ensure(self, chunk: TextChunk) -> Place:
         texts = chunk.texts()
-        file = file_of(self._store, (part for text in texts for part in text))
+        file = chunks.file_of(self._store, (part for text in texts for part in text))
         with errors_at(file, "embeddings"):
             if file.is_file():
                 return file
@@ -262,24 +232,24 @@ class ComputeChunk:
             fault = f"its {'score' if kind == 'pair' else 'embedding'} of {kind} {text[:60]!r} is not finite"
             remedy = "the weights are damaged or training diverged: give another checkpoint"
             raise InputError.of(f"models.{self._model.label}", asked.model or asked.kind, fault, remedy)
-        write(file, array)
+        chunks.write(file, array)
         return file
 
 
 def _compute_chunks(
-    title: str, settings: EvaluateSettings, model: EvaluatedModel, chunks: Iterable[TextChunk], store: Place
+    title: str, settings: EvaluateSettings, model: EvaluatedModel, needed: Iterable[TextChunk], store: Place
 ) -> dict[TextChunk, Place]:
     """Compute the chunks that are missing from the store; return the file of each chunk."""
-    distinct = list(dict.fromkeys(chunks))
+    distinct = list(dict.fromkeys(needed))
     if not distinct:
         return {}
     connect()
     remote = model.retriever.kind == "api"  # one process of it, which bounds its requests in flight
     gpus = 0 if remote else settings.gpus_per_actor
-    device = "cuda" if gpus else "cpu"
+    device, place = "cuda" if gpus else "cpu", chunks.store_of(store, model.identity)
     computed = ray.data.range(len(distinct), override_num_blocks=len(distinct)).map(
         ComputeChunk,
-        fn_constructor_args=(model, store_of(store, model.identity), ray.put(distinct), device, settings.batch_tokens),
+        fn_constructor_args=(model, place, ray.put(distinct), device, settings.batch_tokens),
         compute=ActorPoolStrategy(size=1 if remote else min(settings.actors, len(distinct))),
         num_gpus=gpus,
         ray_remote_args_fn=ray_compat.retries,
@@ -297,27 +267,17 @@ def _compute_chunks(
 
 @ray.remote(scheduling_strategy=_OUTSIDE_TRIALS)
 def _search(
-    queries: Place,
-    passages: Sequence[Place],
-    corpus: Place,
-    restricted: tuple[Sequence[Sequence[str]] | None, Sequence[Collection[str]] | None],
-    depth: int,
-    device: str,
+    queries: Place, passages: Sequence[Place], corpus: Place, depth: int, options: Mapping[str, Any]
 ) -> list[dict[str, float]]:
-    """Rank queries, given the files of embeddings, and the candidates and the excluded documents of each query."""
-    candidates, excluded = restricted
-    embeddings, ids = next(read_all([queries])), shared(corpus)["id"]
-    return exact_search(
-        embeddings, read_all(passages), ids, depth, candidates=candidates, excluded=excluded, device=device
-    )
+    """Rank queries, given the files of embeddings; `options` as of `exact_search`."""
+    embeddings, ids = next(chunks.read_all([queries])), chunks.shared(corpus)["id"]
+    return exact_search(embeddings, chunks.read_all(passages), ids, depth, **options)
 
 
 @ray.remote(scheduling_strategy=_OUTSIDE_TRIALS)
 def _rank(retriever: RetrieverSettings, task: Task, depth: int) -> Run:
     """Rank a whole task, whose corpus is in its file, in one process."""
-    ranker = baselines.load(retriever)
-    assert isinstance(ranker, Ranker)
-    return ranker.rank(replace(task, corpus=shared(task.corpus_file)), depth)
+    return baselines.rank(retriever, replace(task, corpus=chunks.shared(task.corpus_file)), depth)
 
 
 def _result(task: ray.ObjectRef) -> Any:

@@ -24,8 +24,6 @@ from infembed_ray.storage import steps
 from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place, address
 
-ENCODER_KINDS = ("encoder", "api")
-RANKER_KINDS = ("bm25", "run")
 RERANKER_KINDS = ("seq2seq", "classifier", "causal")
 """Kinds that can only score documents that another model has found."""
 

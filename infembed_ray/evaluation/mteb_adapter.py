@@ -17,7 +17,7 @@ import torch
 
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.retrievers.baselines import TextEncoder
+from infembed_ray.evaluation.retrievers.baselines import ENCODER_KINDS, TextEncoder
 from infembed_ray.evaluation.tasks.task import Query
 
 if TYPE_CHECKING:
@@ -76,9 +76,10 @@ def load(model: str, device: str = "cpu") -> MtebEncoder:
     from mteb.models import ModelMeta
 
     settings = baselines.resolve("mteb", model)
-    loaded = baselines.load(settings, device)
-    if not isinstance(loaded, TextEncoder):
+    if settings.kind not in ENCODER_KINDS:
         raise InputError.of("model", model, "is no encoder", "use infembed evaluate")
+    loaded = baselines.load(settings, device)
+    assert isinstance(loaded, TextEncoder)
     hub = model.count("/") == 1 and not model.startswith((".", "~", "/")) and not Path(model).exists()
     unknown = {name: None for name, field in ModelMeta.model_fields.items() if field.is_required()}
     about = {

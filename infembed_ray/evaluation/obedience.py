@@ -22,9 +22,8 @@ from infembed_ray.evaluation import results
 from infembed_ray.evaluation.metrics import Change, Run, p_mrr, ranks, trec_measures
 from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.retrievers.baselines import Ranker
 from infembed_ray.evaluation.significance import IntervalEstimate, Stratum, compare
-from infembed_ray.evaluation.tasks.task import Obedience, Query, Task
+from infembed_ray.evaluation.tasks.task import Obedience, Query, Task, averaged
 from infembed_ray.progress import say
 from infembed_ray.storage.places import place_of
 from infembed_ray.storage.steps import Published
@@ -101,15 +100,9 @@ class Controls:
 
     def ask(self, task: Task) -> Task:
         """Return the task with the further queries, to be ranked like its own."""
-        candidates, excluded = task.candidates, task.excluded
-        return replace(
-            task,
-            queries=(*task.queries, *self.queries),
-            candidates=None
-            if candidates is None
-            else {**candidates, **{q: candidates[t] for q, t in self.twins.items()}},
-            excluded={**excluded, **{q: excluded[t] for q, t in self.twins.items() if t in excluded}},
-        )
+        candidates = task.candidates and {**task.candidates, **{q: task.candidates[t] for q, t in self.twins.items()}}
+        excluded = {**task.excluded, **{q: task.excluded[t] for q, t in self.twins.items() if t in task.excluded}}
+        return replace(task, queries=(*task.queries, *self.queries), candidates=candidates, excluded=excluded)
 
     def measure(self, task: Task, run: Run) -> dict[str, dict[str, dict[str, float]]]:
         """Compute the figures of every condition.
@@ -128,7 +121,8 @@ class Controls:
             for condition, several in self.asked.items()
             if condition == AS_GIVEN or all(name in run for own in several for name in own.values())
         }
-        return {c: _averaged([_figures(task, own) for own in several]) for c, several in runs.items()}
+        scores = {c: averaged([_figures(task, own) for own in several]) for c, several in runs.items()}
+        return {c: {figure: values for figure, values in own.items() if values} for c, own in scores.items()}
 
 
 def pairs_of(changes: Iterable[Change]) -> list[Pair]:
@@ -142,9 +136,7 @@ def pairs_of(changes: Iterable[Change]) -> list[Pair]:
 
 def word_overlap(task: Task, depth: int) -> float | None:
     """Return the p-MRR that BM25 reaches on a task; None without values."""
-    ranker = baselines.load(baselines.resolve(BM25, "bm25"))
-    assert isinstance(ranker, Ranker)
-    values = p_mrr(task.changes, ranker.rank(task, depth)).values()
+    values = p_mrr(task.changes, baselines.rank(baselines.resolve(BM25, "bm25"), task, depth)).values()
     return fmean(values) if values else None
 
 
@@ -192,14 +184,6 @@ def _reversed(task: Task, run: Run) -> dict[str, float]:
             for other in only_b
         )
     return shares
-
-
-def _averaged(several: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    return {
-        figure: {query: fmean(one[figure][query] for one in several) for query in values}
-        for figure, values in several[0].items()
-        if values
-    }
 
 
 def check_gate(settings: EvaluateSettings) -> None:

@@ -112,11 +112,7 @@ def write(directory: Path, results: Results) -> None:
         "conventions": conventions_of(results.measures),
         "depth": results.depth,
         "tasks": {
-            name: {
-                "figures": [asdict(figure) for figure in summary.figures],
-                "about": dict(summary.about),
-                "content": summary.content,
-            }
+            name: {part: value for part, value in asdict(summary).items() if part != "groups"}
             for name, summary in results.tasks.items()
         },
         "models": {label: dict(about) for label, about in results.models.items()},

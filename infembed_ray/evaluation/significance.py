@@ -80,27 +80,21 @@ class Compared:
         return self.p is not None and self.p < LEVEL
 
 
-def compare(
-    strata: Sequence[Stratum],
-    resamples: int = RESAMPLES,
-    confidence: float = CONFIDENCE,
-    seed: int = SEED,
-) -> list[Compared]:
+def compare(strata: Sequence[Stratum], resamples: int = RESAMPLES) -> list[Compared]:
     """Estimate the means of m models and their differences to the first.
 
     Args:
         strata: one or more tasks of the same models. The figure is the unweighted mean of their means.
         resamples: resamples of the bootstrap, and maximum exchanges of the test.
-        confidence: level of the intervals, in (0, 1).
     """
     means = np.mean([stratum.means for stratum in strata], axis=0)
-    drawn = _bootstrap(strata, resamples, np.random.default_rng(seed))
-    tails = (1 - confidence) / 2
+    drawn = _bootstrap(strata, resamples, np.random.default_rng(SEED))
+    tails = (1 - CONFIDENCE) / 2
     low, high = np.quantile(drawn, [tails, 1 - tails], axis=0)
     deltas = drawn - drawn[:, :1]
     low_delta, high_delta = np.quantile(deltas, [tails, 1 - tails], axis=0)
     exchanges = resamples if len(means) > 1 else 0  # one model differs from none
-    p_values = holm(_randomisation(strata, exchanges, np.random.default_rng(seed)).tolist()[1:])
+    p_values = holm(_randomisation(strata, exchanges, np.random.default_rng(SEED)).tolist()[1:])
     return [
         Compared(
             IntervalEstimate(float(means[m]), float(low[m]), float(high[m])),
@@ -113,12 +107,10 @@ def compare(
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Correct p-values for multiple comparisons (Holm, 1979), which controls the family-wise error rate."""
-    adjusted = [0.0] * len(p_values)
-    least = 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        least = max(least, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = least
-    return adjusted
+    adjusted, order = np.array(p_values), np.argsort(p_values, kind="stable")
+    adjusted[order] = np.maximum.accumulate(adjusted[order] * np.arange(len(order), 0, -1)).clip(max=1.0)
+    corrected: list[float] = adjusted.tolist()
+    return corrected
 
 
 def _bootstrap(strata: Sequence[Stratum], resamples: int, random: np.random.Generator) -> np.ndarray:

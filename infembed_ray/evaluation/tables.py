@@ -119,10 +119,8 @@ def few(results: Results) -> str:
     names = []
     for task, summary in results.tasks.items():
         of_figures = next((own[task].values() for own in results.scores.values() if task in own), ())
-        fewest = min(
-            (len({summary.groups.get(query, query) for query in values}) for values in of_figures if values),
-            default=FEW,
-        )
+        sizes = (len({summary.groups.get(query, query) for query in values}) for values in of_figures if values)
+        fewest = min(sizes, default=FEW)
         names += [f"{task} ({fewest})"] * (fewest < FEW)
     note = f"Fewer than {FEW} queries, or groups of queries, give intervals that are too narrow: {', '.join(names)}."
     return note if names else ""

@@ -8,10 +8,9 @@ import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import count, islice
 from pathlib import Path
-from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,6 +22,7 @@ from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.config.mining import MineSettings
 from infembed_ray.errors import InputError, check_all
 from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.retrievers.baselines import RANKER_KINDS
 from infembed_ray.mining.miner import KnownPositives, Mined, Miner, depth_of, known_positives, read
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import counted, say, track
@@ -38,7 +38,6 @@ from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place, address
 from infembed_ray.storage.steps import STATES, Published, Step, find_input
 
-T = TypeVar("T")
 ROWS_PER_BLOCK = 256
 _IN_FLIGHT = 2
 """Blocks per actor that are sent ahead."""
@@ -103,34 +102,28 @@ def _teacher(settings: MineSettings) -> tuple[RetrieverSettings | None, Mapping[
     if settings.teacher is None:
         return None, {}, {}
     teacher = baselines.resolve("teacher", settings.teacher, where="teacher")
-    if teacher.kind == "bm25":
-        raise InputError("teacher=bm25: ranks whole tasks; give an encoder or a reranker")
+    if teacher.kind in RANKER_KINDS:
+        raise InputError(f"teacher={teacher.kind}: ranks whole tasks; give an encoder or a reranker")
     paths, names = baselines.inputs(teacher, "teacher")
     teacher = teacher.model_copy(update={part: address(path) for part, path in paths.items()})
-    return teacher, _named(paths), _named(names)
-
-
-def _named(parts: Mapping[str, T]) -> dict[str, T]:
-    return {f"teacher.{part}": value for part, value in parts.items()}
+    named = {f"teacher.{part}": name for part, name in names.items()}
+    return teacher, {f"teacher.{part}": path for part, path in paths.items()}, named
 
 
 class _Actor:
     """A `Miner` in a process of its own, loaded at the first block."""
 
     def __init__(self, load: partial[Miner]) -> None:
-        self._load = load
-        self._miner: Miner | None = None
+        self._load = cache(load)
 
     def mine(self, rows: list[Example], positives: KnownPositives) -> Mined:
-        self._miner = self._miner or self._load()
-        return self._miner.mine(rows, positives)
+        return self._load().mine(rows, positives)
 
 
 def _mine(settings: MineSettings, inputs: MiningInputs, positives: KnownPositives, parts: Path) -> BadRows:
     """Write the file of every block that has none yet; return the rows that are left out."""
-    load = partial(
-        Miner, settings, address(inputs.index.path), inputs.teacher, "cuda" if settings.gpus_per_worker else "cpu"
-    )
+    device = "cuda" if settings.gpus_per_worker else "cpu"
+    load = partial(Miner, settings, address(inputs.index.path), inputs.teacher, device)
     actor = ray.remote(num_gpus=settings.gpus_per_worker, **ray_compat.retries())(_Actor)
     shared, pool = ray.put(positives), ActorPool([actor.remote(load) for _ in range(settings.workers)])
     bad = BadRows("records", settings.on_bad_row == "reject")

@@ -31,10 +31,9 @@ def add(backbones: Sequence[Any], lora: Lora) -> None:
         try:
             inject_adapter_in_model(config, backbone)
         except ValueError as error:
-            raise InputError(
-                f"lora.target_modules={list(lora.target_modules)}: not in this backbone "
-                f"({' '.join(str(error).split())[:160]}); name its linear layers, or [] for all"
-            ) from error
+            fault = f"not in this backbone ({' '.join(str(error).split())[:160]})"
+            remedy = "name its linear layers, or [] for all"
+            raise InputError.of("lora.target_modules", list(lora.target_modules), fault, remedy) from error
 
 
 def has(backbones: Sequence[Any]) -> bool:
@@ -63,9 +62,8 @@ def save(backbones: Sequence[Any], path: Path) -> None:
         )
         config = backbone.peft_config["default"].to_dict()
         plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-        durable.replace_json(
-            folder / "adapter_config.json", plain | {"base_model_name_or_path": None, "inference_mode": True}
-        )
+        plain |= {"base_model_name_or_path": None, "inference_mode": True}
+        durable.replace_json(folder / "adapter_config.json", plain)
 
 
 class MergedWeight(NamedTuple):

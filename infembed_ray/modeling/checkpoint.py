@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from safetensors import SafetensorError, safe_open
 from tokenizers import normalizers
 
-from infembed_ray.config.training import Interaction, PoolingMode, Template
+from infembed_ray.config.training import Interaction, Pooling, PoolingMode, Template
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import pretrained
 from infembed_ray.modeling.pretrained import cached, join, read_json, unloadable
+from infembed_ray.modeling.tokenizer import TextFormat
 from infembed_ray.storage.object_store import Folder, convert_errors, is_uri
 from infembed_ray.storage.places import Place, address, fingerprint_files, place_of
 from infembed_ray.storage.steps import MANIFEST, STATES, find_input, resolve, resolve_input
@@ -88,7 +89,12 @@ def find(model: str, setting: str, revision: str | None = None) -> Located:
     files = [file for tower in towers for file in (path / tower).glob("*")]
     _require_files({PurePosixPath(file.relative_to(path)) for file in files}, resolved, f"{setting}={model}")
     for weights in (file for file in files if file.suffix == ".safetensors"):
-        _require_whole(weights, f"{setting}={model}")
+        try:
+            with safe_open(weights, "np"):  # compares the length of the file with its header
+                pass
+        except SafetensorError as error:
+            fault = f"{weights.name} is damaged or truncated ({error})"
+            raise InputError.of(setting, model, fault, "copy or download it again") from error
     return Located(resolved, {setting: path}, {})
 
 
@@ -140,19 +146,8 @@ def _require_finished(path: Path, setting: str) -> None:
     """Raise InputError if a directory without a model is, or holds, what an unfinished training left."""
     output = path.parent if path.suffix == ".partial" else path
     if any((partial / STATES).is_dir() for partial in output.glob(".*.partial")):
-        raise InputError(
-            f"{setting}: an unfinished training; run the same `infembed train ... output={output}` again, which resumes it"
-        )
-
-
-def _require_whole(weights: Path, setting: str) -> None:
-    """Check the length of a file of weights against its header."""
-    try:
-        with safe_open(weights, "np"):
-            pass
-    except SafetensorError as error:
-        fault = f"{setting}: {weights.name} is damaged or truncated ({error}); copy or download it again"
-        raise InputError(fault) from error
+        remedy = f"run the same `infembed train ... output={output}` again, which resumes it"
+        raise InputError.of(setting, None, "an unfinished training", remedy)
 
 
 def require_loadable(model: str, setting: str, revision: str | None = None) -> None:
@@ -264,6 +259,57 @@ def describe(model: str, with_pooling: bool = True) -> Description:
     )
 
 
+class Overrides(TypedDict, total=False):
+    """What replaces the description that comes with a model: the settings of `infembed train` by these names, and
+    `dimensions`, the number of leading components that make the embedding (Matryoshka). A missing key and None keep the
+    model's own value.
+
+    Attributes:
+        pooling: default mean for encoders and bidirectional decoders, last for decoders.
+        query_length, passage_length: token limits; default as of `TextFormat`, or the model's `max_seq_length` if that
+            is less. Never more than the backbone has positions.
+        append_eos: default only if the tokenizer does not end texts with a special token yet, and either its config has
+            `add_eos_token`, or the last token is pooled, it has an EOS and the model is not made for embedding.
+    """
+
+    template: Template | None
+    interaction: Interaction | None
+    pooling: Pooling
+    query_prefix: str | None
+    passage_prefix: str | None
+    query_length: int | None
+    passage_length: int | None
+    append_eos: bool | None
+    bidirectional: bool | None
+    share_encoder: bool | None
+    dimensions: int | None
+
+
+def checked_dimensions(dimensions: int | None, backbone: Any, path: str) -> int | None:
+    """Return `dimensions`; raise InputError if the backbone has fewer."""
+    hidden = int(backbone.config.hidden_size)
+    if dimensions is not None and not 0 < dimensions <= hidden:
+        raise InputError(f"dimensions={dimensions}: embeddings of {path} have {hidden}; set 1 to {hidden}")
+    return dimensions
+
+
+def text_format(saved: Description, overrides: Overrides, backbone: Any, tokenizer: Any) -> TextFormat:
+    """Combine overrides, the model's own description, and the defaults, in this order."""
+    default = TextFormat()
+    positions = min(getattr(backbone.config, "max_position_embeddings", 1 << 30), tokenizer.model_max_length)
+    limit = saved.max_length or positions
+    query_length = overrides.get("query_length") or saved.query_length or min(default.query_length, limit)
+    passage_length = overrides.get("passage_length") or saved.passage_length or min(default.passage_length, limit)
+    return TextFormat(
+        template=overrides.get("template") or saved.template or default.template,
+        # An empty prefix of the overrides is a prefix.
+        query_prefix=next(p for p in (overrides.get("query_prefix"), saved.query_prefix, "") if p is not None),
+        passage_prefix=next(p for p in (overrides.get("passage_prefix"), saved.passage_prefix, "") if p is not None),
+        query_length=min(query_length, positions),
+        passage_length=min(passage_length, positions),
+    )
+
+
 def load(
     model: str, towers: Sequence[str], with_weights: bool = True, native: bool = False, **options: Any
 ) -> tuple[list[Any], Any]:
@@ -319,10 +365,8 @@ def _towers(model: str, revision: str | None = None) -> Sequence[str]:
     routes = router["structure"]
     kinds = {_kind(router["types"][module]) for route in routes.values() for module in route[:1]}
     if set(routes) != set(ROUTES) or kinds != {"Transformer"}:
-        raise InputError(
-            f"model={model}: a Router over {', '.join(routes)} is not supported; give one whose routes "
-            f"{' and '.join(ROUTES)} start with a Transformer"
-        )
+        remedy = f"give one whose routes {' and '.join(ROUTES)} start with a Transformer"
+        raise InputError.of("model", model, f"a Router over {', '.join(routes)} is not supported", remedy)
     return tuple(routes[route][0] for route in ROUTES)
 
 
@@ -362,10 +406,8 @@ def _require_versions(model: str, needed: Any) -> None:
 def _saved_pooling(model: str, folder: str) -> PoolingMode:
     saved = read_json(model, join(folder, "config.json"))
     if saved.get("include_prompt") is False:
-        raise InputError(
-            f"model={model}: leaves prompts out of its pooling, which is not supported; set pooling=mean, last or cls "
-            "to override it"
-        )
+        fault = "leaves prompts out of its pooling, which is not supported"
+        raise InputError.of("model", model, fault, "set pooling=mean, last or cls to override it")
     given = saved.get("pooling_mode") or [n for n, on in saved.items() if n.startswith("pooling_mode_") and on is True]
     modes = [given] if isinstance(given, str) else list(given) or ["mean"]
     if len(modes) > 1 or modes[0] not in POOLING_MODES:

@@ -24,14 +24,12 @@ from infembed_ray.modeling import adapters, checkpoint, checkpoint_writer, exclu
 from infembed_ray.modeling.attention import prefix_tree
 from infembed_ray.modeling.attention.flex import compile_layers, flex_pays
 from infembed_ray.modeling.attention.packing import enable_packing, first_position, packed, packing_pays
+from infembed_ray.modeling.checkpoint import Overrides
 from infembed_ray.modeling.formats import Question
 from infembed_ray.modeling.interaction import CrossAttention, pair_batches, paired
-from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded
+from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded, pool, truncate
 from infembed_ray.modeling.linear import enable_onednn, fuse_norms
-from infembed_ray.modeling.overrides import Overrides, checked_dimensions, end_texts, text_format
-from infembed_ray.modeling.pooling import pool, truncate
-from infembed_ray.modeling.template import TextFormat
-from infembed_ray.modeling.tokenizer import Side, TextTokenizer, Tokens
+from infembed_ray.modeling.tokenizer import Side, TextFormat, TextTokenizer, Tokens, end_texts
 from infembed_ray.storage.object_store import is_uri
 
 
@@ -121,15 +119,14 @@ class InstructionEncoder(nn.Module):
             raise InputError(f"share_encoder=true: {path} has separate encoders; drop share_encoder")
         bidirectional = overrides.get("bidirectional")
         options = {"dtype": dtype} | (adapters.four_bits(device) if quantized else {})
-        native = bidirectional is not None
-        backbones, tokenizer = checkpoint.load(path, saved.towers, with_weights, native, **options)
+        backbones, tokenizer = checkpoint.load(path, saved.towers, with_weights, bidirectional is not None, **options)
         if bidirectional is not None:
             for backbone in backbones:
                 backbone.config.is_causal = not bidirectional
         mode = (saved.pooling if pooling == "auto" else pooling) or ("last" if _is_causal(backbones[0]) else "mean")
-        end_texts(tokenizer, overrides.get("append_eos"), mode, saved)
-        dimensions = checked_dimensions(overrides.get("dimensions") or saved.dimensions, backbones[0], path)
-        text = text_format(saved, overrides, backbones[0], tokenizer)
+        end_texts(tokenizer, overrides.get("append_eos"), mode == "last" and not saved.finished)
+        dimensions = checkpoint.checked_dimensions(overrides.get("dimensions") or saved.dimensions, backbones[0], path)
+        text = checkpoint.text_format(saved, overrides, backbones[0], tokenizer)
         if share is False and len(backbones) == 1:
             backbones.append(copy.deepcopy(backbones[0]))
         cross_attention = None
@@ -296,7 +293,7 @@ class InstructionEncoder(nn.Module):
     def compile_layers(self) -> None:
         """Compile the layers of the backbone if that pays on its device."""
         if self.compiles_on(self.device):
-            compile_layers(self.backbone)
+            compile_layers(*self.backbones)
 
     def _shares_prefixes(self, side: Side, sequences: Sequence[Tokens]) -> bool:
         """Return whether to encode shared prefixes once; log once if the backbone does not support it."""
@@ -320,11 +317,7 @@ class InstructionEncoder(nn.Module):
 
     @torch.inference_mode()
     def _encode(
-        self,
-        texts: Any,
-        tokenize: Callable[[Any], Sequence[Tokens]],
-        batch_tokens: int | None,
-        show_progress_bar: bool,
+        self, texts: Any, tokenize: Callable[[Any], Sequence[Tokens]], batch_tokens: int | None, show_progress_bar: bool
     ) -> np.ndarray:
         """Embed texts, or a single str."""
         if isinstance(texts, str):
@@ -353,8 +346,7 @@ class InstructionEncoder(nn.Module):
         due = self._seconds <= pipeline.COMPILE_AFTER_S < self._seconds + seconds
         self._seconds += seconds
         if due and self.packs and not self._quantized:
-            for backbone in self.backbones:
-                compile_layers(backbone)
+            compile_layers(*self.backbones)
 
     def _passes(
         self, texts: Sequence[Any], tokenize: Callable[[Any], Sequence[Tokens]], batch_tokens: int, overlap: bool
@@ -441,10 +433,8 @@ class InstructionEncoder(nn.Module):
         """
         first, second = (np.atleast_2d(np.asarray(side, dtype=np.float32)) for side in (embeddings1, embeddings2))
         if first.shape[1] != second.shape[1]:
-            raise InputError(
-                f"embeddings2: {second.shape[1]} dimensions, and embeddings1 have {first.shape[1]}; encode both with one "
-                "encoder and the same `dimensions`"
-            )
+            fault = f"{second.shape[1]} dimensions, and embeddings1 have {first.shape[1]}"
+            raise InputError.of("embeddings2", None, fault, "encode both with one encoder and the same `dimensions`")
         lengths = np.outer(np.linalg.norm(first, axis=1), np.linalg.norm(second, axis=1))
         return (first @ second.T) / np.maximum(lengths, np.finfo(np.float32).tiny)
 
@@ -471,12 +461,8 @@ class InstructionEncoder(nn.Module):
         checkpoint_writer.write(
             path,
             checkpoint.Description(
+                **vars(self.text),
                 pooling=self.pooling,
-                template=self.text.template,
-                query_prefix=self.text.query_prefix,
-                passage_prefix=self.text.passage_prefix,
-                query_length=self.text.query_length,
-                passage_length=self.text.passage_length,
                 dimensions=self.dimensions,
                 interaction="joint" if self.interaction is None else "cross_attention",
                 exclusion_weight=self.exclusion_weight,

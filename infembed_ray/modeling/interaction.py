@@ -60,7 +60,10 @@ class CrossAttention(nn.Module):
         first_query = int(pairs[:, 1].min())
         border = int(lengths[:first_query].sum())
         flat = states.flatten(0, 1)[layout.tokens]
-        heads, counts = _pooled_tokens(flat[:border], lengths[:first_query], mode)
+        heads, counts = flat[:border], lengths[:first_query]
+        if mode != "mean":  # only the row of one token is needed
+            ends = counts.cumsum(0)
+            heads, counts = heads[ends - (1 if mode == "last" else counts)], torch.ones_like(counts)
         # Index -1, no instruction, is the last: one token of zeros, with the same score for every query token.
         heads = torch.cat([heads, heads.new_zeros(1, flat.shape[1])]) @ self.W_i
         instructions, present = in_rows(heads, torch.cat([counts, counts.new_ones(1)]))
@@ -91,8 +94,7 @@ class CrossAttention(nn.Module):
             fault = f"model={path}: has no {FILE}, which interaction=cross_attention needs; give the whole checkpoint"
             raise InputError(fault)
         saved = load_file(file)
-        shapes = {name: tuple(matrix.shape) for name, matrix in saved.items()}
-        needed = {name: tuple(matrix.shape) for name, matrix in self.named_parameters()}
+        shapes, needed = ({name: tuple(m.shape) for name, m in of.items()} for of in (saved, self.state_dict()))
         if shapes != needed:
             raise InputError(f"model={path}: {FILE} has {shapes} instead of {needed}; give the whole checkpoint")
         self.load_state_dict(saved)
@@ -139,14 +141,6 @@ def pair_batches(sequences: Sequence[Tokens], batch_tokens: int, pack: bool = Fa
 def _parts(pair: Tokens) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids of the instruction and of the query."""
     return tuple(pair.ids[: pair.instruction]), tuple(pair.ids[pair.instruction :])
-
-
-def _pooled_tokens(states: Tensor, lengths: Tensor, mode: PoolingMode) -> tuple[Tensor, Tensor]:
-    """Return the instruction's token states that the pooling needs, text after text, and their number per text."""
-    ends = lengths.cumsum(0)
-    if mode == "mean":
-        return states, lengths
-    return states[ends - 1 if mode == "last" else ends - lengths], torch.ones_like(lengths)
 
 
 def in_rows(states: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.formats import Asked
 from infembed_ray.modeling.interaction import in_rows
-from infembed_ray.modeling.pooling import truncate
+from infembed_ray.modeling.layout import truncate
 from infembed_ray.modeling.rerankers import PairScorer
 from infembed_ray.modeling.tokenizer import Tokens
 
@@ -35,10 +35,8 @@ class LateInteraction(PairScorer):
 
     def __init__(self, encoder: InstructionEncoder, cache_bytes: int = 0, batch_tokens: int = 4096) -> None:
         if encoder.interaction is not None:
-            raise InputError(
-                f"model={encoder.source}: encodes instruction and query separately (interaction=cross_attention), so late "
-                "interaction has no token vectors of both; give a checkpoint with interaction=joint"
-            )
+            fault = "encodes instruction and query separately, so late interaction has no token vectors of both"
+            raise InputError.of("model", encoder.source, fault, "give a checkpoint with interaction=joint")
         self.source, self.batch_tokens = encoder.source, batch_tokens
         self._encoder = encoder.eval()
         self._texts = encoder.texts

@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from infembed_ray.modeling.checkpoint import Description
-from infembed_ray.modeling.template import render
+from infembed_ray.modeling.tokenizer import render
 from infembed_ray.storage.object_store import is_uri
 
 FILE = "README.md"

@@ -15,7 +15,7 @@ from infembed_ray.config.training import ExportSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import checkpoint
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.pooling import truncate
+from infembed_ray.modeling.layout import truncate
 from infembed_ray.modeling.tokenizer import Side
 from infembed_ray.progress import say
 from infembed_ray.storage.dry_run import require_space, state
@@ -61,9 +61,8 @@ def require_exportable(encoder: InstructionEncoder, model: str) -> None:
     if encoder.causal:
         raise InputError(f"model={model}: is a causal decoder, which cannot be exported; serve it without ONNX")
     if encoder.interaction is not None:
-        raise InputError(
-            f"model={model}: uses interaction=cross_attention, which cannot be exported; give a joint model"
-        )
+        fault = "uses interaction=cross_attention, which cannot be exported"
+        raise InputError.of("model", model, fault, "give a joint model")
 
 
 def export(encoder: InstructionEncoder, side: Side, path: Path) -> None:

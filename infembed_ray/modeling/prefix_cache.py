@@ -19,13 +19,11 @@ from cachetools import LRUCache
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from infembed_ray.modeling.attention.packing import ATTENTION as PACKED
 from infembed_ray.modeling.attention.packing import packed
 from infembed_ray.modeling.attention.prefix_tree import obstacle as tree_obstacle
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import on_device
+from infembed_ray.modeling.layout import on_device, pool, truncate
 from infembed_ray.modeling.pipeline import CPU_BATCH_TOKENS
-from infembed_ray.modeling.pooling import pool, truncate
 from infembed_ray.modeling.tokenizer import Tokens
 
 Key = tuple[int, ...]
@@ -34,15 +32,12 @@ Key = tuple[int, ...]
 
 def obstacle(encoder: InstructionEncoder) -> str | None:
     """Return why an encoder's queries cannot start from a cached instruction; None if they can."""
-    config: Any = encoder.backbone.config
     if not encoder.causal:
         return "its attention is bidirectional"
     if encoder.interaction is not None:
         return "it encodes instruction and query separately"
     if encoder.pooling == "cls":
         return "it pools the first token, which does not depend on the query"
-    if config._attn_implementation != PACKED:
-        return f"its {config._attn_implementation} attention does not take encoded prefixes"
     return tree_obstacle(encoder.backbone, encoder.text.query_length)
 
 

@@ -38,10 +38,8 @@ def unloadable(setting: str, error: Exception, problem: str = _PLAIN[0], remedy:
 
 def remote_code(setting: str, what: str = "trust_remote_code", remedy: str = "") -> InputError:
     """Return the InputError for a model that names code of its own, by `what`; `remedy` is a further way out."""
-    return InputError(
-        f"{setting}: needs remote code ({what}), which infembed never runs; {remedy}serve it behind an "
-        "OpenAI-compatible /v1/embeddings and evaluate that, or convert it to a class of transformers"
-    )
+    ways = "serve it behind an OpenAI-compatible /v1/embeddings and evaluate that, or convert it to a class of transformers"
+    return InputError.of(setting, None, f"needs remote code ({what}), which infembed never runs", remedy + ways)
 
 
 @contextmanager
@@ -196,10 +194,9 @@ def weights(kind: str, model: str, setting: str, **options: Any) -> Any:
     shapes = [f"{name} {tuple(file)} instead of {tuple(needed)}" for name, file, needed in info["mismatched_keys"]]
     for problem, names in (("has no weights for", missing), ("has weights of another shape:", shapes)):
         if names:
-            raise InputError(
-                f"{setting}: {problem} {_listed(sorted(names))}, which would be random; give the whole checkpoint, or a "
-                "model that was trained as such a one"
-            )
+            fault = f"{problem} {_listed(sorted(names))}, which would be random"
+            remedy = "give the whole checkpoint, or a model that was trained as such a one"
+            raise InputError.of(setting, None, fault, remedy)
     quantized = "quantization_config" in options  # 4 bits are finite, whatever the weights were
     files = weight_files(model, options.get("subfolder", "")) if quantized else ()
     require_finite(setting, _stored(files) if quantized else loaded.named_parameters())
@@ -214,10 +211,8 @@ def require_finite(setting: str, named: Iterable[tuple[str, Tensor]]) -> None:
 
 def not_finite(setting: str, names: Sequence[str]) -> InputError:
     """Return the InputError for weights of these names that are not finite."""
-    return InputError(
-        f"{setting}: weights are infinite or NaN: {_listed(names)}; the training diverged or the files are damaged: give "
-        "another checkpoint, or train again with a lower learning_rate"
-    )
+    fault = f"weights are infinite or NaN: {_listed(names)}; the training diverged or the files are damaged"
+    return InputError.of(setting, None, fault, "give another checkpoint, or train again with a lower learning_rate")
 
 
 def is_finite(value: Tensor) -> bool:
@@ -241,26 +236,19 @@ def with_adapters(model: Any, path: str) -> Any:
     Raises:
         InputError: the path holds no adapters, or adapters of another model.
     """
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
 
     setting = f"adapter={path}"
     remedy = "give the adapters' directory, with *.safetensors, and the model they were trained over"
     with _loading(setting, "no adapters of this model", remedy):
         adapted = PeftModel.from_pretrained(model, path)
-        _require_all_adapters(adapted, path)
+        saved = load_peft_weights(path, device="cpu").keys()
+        needed = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
+        for problem, names in (("no weights for", needed - saved), ("weights of another model:", saved - needed)):
+            if names:  # of which peft only warns
+                raise ValueError(f"{problem} {_listed(sorted(names))}")
     require_finite(setting, ((n, p) for n, p in adapted.named_parameters() if "lora_" in n))
     return adapted.merge_and_unload()
-
-
-def _require_all_adapters(adapted: Any, path: str) -> None:
-    """Raise ValueError if adapter files lack weights of the adapters, or have others, of which peft only warns."""
-    from peft import get_peft_model_state_dict, load_peft_weights
-
-    saved = load_peft_weights(path, device="cpu").keys()
-    needed = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
-    for problem, names in (("no weights for", needed - saved), ("weights of another model:", saved - needed)):
-        if names:
-            raise ValueError(f"{problem} {_listed(sorted(names))}")
 
 
 def join(folder: str, name: str) -> str:

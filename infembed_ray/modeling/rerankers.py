@@ -85,10 +85,8 @@ class ModelReranker(PairScorer):
         pretrained.require_embedded(self.tokenizer, self.model, setting)
         positions = getattr(self.model.config, "max_position_embeddings", None)
         if positions is not None and settings.pair_length > positions:
-            raise InputError(
-                f"pair_length={settings.pair_length}: model={settings.model} has only {positions} positions; set it to "
-                "that or less"
-            )
+            fault = f"model={settings.model} has only {positions} positions"
+            raise InputError.of("pair_length", settings.pair_length, fault, "set it to that or less")
         if getattr(self.model.config, "pad_token_id", None) is None:
             # A decoder with a classification head finds the last token by it.
             self.model.config.pad_token_id = self.tokenizer.pad_token_id
@@ -102,7 +100,9 @@ class ModelReranker(PairScorer):
     def tokenized(self, pairs: Sequence[tuple[Asked, str]]) -> list[dict[str, list[int]]]:
         """Format and tokenize pairs for `relevance`, truncated to `pair_length` tokens."""
         with only_texts(text for query, _ in pairs for text in (query.query, query.instruction or "")):
-            texts = {query: self._query_text(query) for query in {query for query, _ in pairs}}
+            texts = {query: query_text(self._settings, query) for query in {query for query, _ in pairs}}
+            if (limit := self._settings.query_length) is not None:
+                texts = {query: self._truncated(text, limit) for query, text in texts.items()}
         filled = [(texts[query], passage_text(self._settings.passage, text)) for query, text in pairs]
         with only_texts(itertools.chain(*filled)):
             return self._tokenize(filled)
@@ -122,11 +122,6 @@ class ModelReranker(PairScorer):
     def _relevance(self, batch: Any) -> Tensor:
         """Return the logit differences of a padded batch: (n)."""
 
-    def _query_text(self, query: Asked) -> str:
-        """Format a query with its instruction and truncate it to `query_length`."""
-        text = query_text(self._settings, query)
-        return text if self._settings.query_length is None else self._truncated(text, self._settings.query_length)
-
     def _truncated(self, text: str, tokens: int) -> str:
         """Return the beginning of a text, at most `tokens` tokens long; characters are never divided."""
         places = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
@@ -145,10 +140,9 @@ class _Answering(ModelReranker):
         answers = settings.answers or ()
         for token in answers:
             if token not in vocabulary:
-                raise InputError(
-                    f"answers={list(answers)}: {token!r} is not in the vocabulary of model={settings.model}; "
-                    "write tokens as the vocabulary does, for example ▁true or Ġyes"
-                )
+                fault = f"{token!r} is not in the vocabulary of model={settings.model}"
+                remedy = "write tokens as the vocabulary does, for example ▁true or Ġyes"
+                raise InputError.of("answers", list(answers), fault, remedy)
         self._answers = [vocabulary[token] for token in answers]
 
     def _tokenize(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
@@ -173,14 +167,12 @@ class _Answering(ModelReranker):
                 # Truncation can change the tokens at the cut, so one pass may not be enough.
                 length = len(self.tokenizer(texts[part], add_special_tokens=False)["input_ids"])
                 texts[part] = self._truncated(texts[part], length - excess)
-        raise InputError(
-            f"pair_length={self._settings.pair_length}: the format `pair` alone is longer by {excess} tokens; raise it"
-        )
+        fault = f"the format `pair` alone is longer by {excess} tokens"
+        raise InputError.of("pair_length", self._settings.pair_length, fault, "raise it")
 
     def _prompts(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
-        texts = [
-            fill(self._settings.pair or "{query} {passage}", query=query, passage=passage) for query, passage in pairs
-        ]
+        prompt = self._settings.pair or "{query} {passage}"
+        texts = [fill(prompt, query=query, passage=passage) for query, passage in pairs]
         return _rows(self.tokenizer(texts), "input_ids", "attention_mask") if texts else []
 
     def _difference(self, logits: Tensor) -> Tensor:
@@ -227,10 +219,8 @@ class Classifier(ModelReranker):
     def __init__(self, settings: RetrieverSettings, device: str, batch_tokens: int | None) -> None:
         super().__init__(settings, device, batch_tokens)
         if self.model.config.num_labels > 2:
-            raise InputError(
-                f"model={settings.model}: has {self.model.config.num_labels} classes, but a reranker has one or two; "
-                "give a model that was trained as a reranker"
-            )
+            fault = f"has {self.model.config.num_labels} classes, but a reranker has one or two"
+            raise InputError.of("model", settings.model, fault, "give a model that was trained as a reranker")
 
     def _tokenize(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
         if not pairs:

@@ -1,4 +1,4 @@
-"""From texts to token ids: template, prefixes, truncation and special tokens. Needs neither torch nor transformers."""
+"""From texts to token ids: text format, truncation and special tokens. Needs neither torch nor transformers."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,10 +8,36 @@ from typing import Any, Literal, cast
 
 from tokenizers import Encoding, Tokenizer, processors
 
+from infembed_ray.config.training import Template
 from infembed_ray.errors import InputError
-from infembed_ray.modeling.template import TextFormat, render
 
 Side = Literal["query", "passage"]
+_TEMPLATES: dict[Template, str] = {
+    "instruction_first": "{0} {1}",
+    "query_first": "{1} {0}",
+    "instruct_query": "Instruct: {0}\nQuery: {1}",
+}
+"""Template -> text of (instruction, query). The first is the paper's "<Instruction> <Query>" (Eq. 3). Under causal attention
+it also lets queries share the encoding of their instruction."""
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """How texts become token sequences. It is part of the checkpoint, so all stages use the same."""
+
+    template: Template = "instruction_first"
+    query_prefix: str = ""
+    """Text before instruction and query, for example e5's `query: `."""
+    passage_prefix: str = ""
+    query_length: int = 256
+    """Token limit of instruction and query together, with special tokens."""
+    passage_length: int = 512
+    """Token limit of a passage, with special tokens."""
+
+
+def render(template: Template, instruction: str | None, query: str) -> str:
+    """Return the text of (instruction, query); without an instruction, the query alone."""
+    return _TEMPLATES[template].format(instruction, query) if instruction else query
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +103,8 @@ class TextTokenizer:
 
     def tokenize(self, texts: Sequence[str], side: Side, length: int, firsts: Sequence[int] = ()) -> list[Tokens]:
         """Tokenize texts as they are, truncated to `length`; the first `firsts[row]` characters are the instruction."""
-        cut: dict[str, Any] = {
-            "max_length": length,
-            "stride": 0,
-            "strategy": "longest_first",
-            "direction": self.truncation_side,
-        }
+        cut: dict[str, Any] = {"max_length": length, "stride": 0, "strategy": "longest_first"}
+        cut["direction"] = self.truncation_side
         if self.backend.truncation != cut:
             self.backend.enable_truncation(**cut)
         if self.backend.padding is not None:
@@ -103,20 +125,24 @@ def only_texts(texts: Iterable[str]) -> Iterator[None]:
         yield
     except TypeError as error:
         bad = next((t for t in texts if not isinstance(t, str) or re.search("[\ud800-\udfff]", t)), "")
-        raise InputError(
-            f"texts: {ascii(bad)[:80]} is no text of Unicode; remove lone surrogates, or give str"
-        ) from error
+        fault = f"{ascii(bad)[:80]} is no text of Unicode"
+        raise InputError.of("texts", None, fault, "remove lone surrogates, or give str") from error
 
 
-def marks_the_end(tokenizer: Any) -> bool:
-    """Return whether a tokenizer ends every text with a special token (EOS, [SEP])."""
-    ids = tokenizer("a")["input_ids"]
-    return bool(ids) and ids[-1] in tokenizer.all_special_ids
+def end_texts(tokenizer: Any, append_eos: bool | None, last_is_pooled: bool) -> None:
+    """Make a tokenizer end every text with EOS, also truncated ones and after it is saved, unless a special token does.
 
+    Args:
+        append_eos: whether to do so; None: if its config has `add_eos_token`, or if it has an EOS and `last_is_pooled`.
 
-def add_eos(tokenizer: Any) -> None:
-    """Make a tokenizer end every text with EOS, also truncated ones, and after it is saved; InputError if it has none."""
-    eos = tokenizer.eos_token
+    Raises:
+        InputError: it has no EOS.
+    """
+    eos, ids = tokenizer.eos_token, tokenizer("a")["input_ids"]
+    if append_eos is None:
+        append_eos = (last_is_pooled and eos is not None) or bool(tokenizer.init_kwargs.get("add_eos_token"))
+    if not append_eos or (ids and ids[-1] in tokenizer.all_special_ids):
+        return
     if eos is None:
         raise InputError(f"append_eos=true: {type(tokenizer).__name__} has no EOS token; set append_eos=false")
     backend = tokenizer.backend_tokenizer

@@ -100,7 +100,11 @@ def as_json(planned: IndexPlan) -> str:
 def describe(settings: IndexSettings) -> Iterator[str]:
     """Yield what a build would do, line by line; InputError as the build."""
     if is_address(settings.output):
-        yield from _describe_in_engine(settings)
+        engine, local = prepare_engine(settings)
+        corpus, _, step = prepare(local)
+        yield f"passages: {count_passages(settings, corpus):,} of {corpus}"
+        there = any(version.id == step.identity for version in engine.versions())
+        yield f"output {engine.address}: version {step.identity} {'exists already' if there else 'would be built'}"
         return
     corpus, model, step = prepare(settings)
     work = work_root(step, settings)
@@ -122,12 +126,3 @@ def describe(settings: IndexSettings) -> Iterator[str]:
     encoded = passages * encoder.dimension * (2 if settings.vectors == "float16" else 4)
     if isinstance(work, Path):
         yield require_space(step, settings.shards * disk + encoded + 2 * text, work)
-
-
-def _describe_in_engine(settings: IndexSettings) -> Iterator[str]:
-    engine, local = prepare_engine(settings)
-    corpus, _, step = prepare(local)
-    passages = count_passages(settings, corpus)
-    yield f"passages: {passages:,} of {corpus}"
-    there = any(version.id == step.identity for version in engine.versions())
-    yield f"output {engine.address}: version {step.identity} {'exists already' if there else 'would be built'}"

@@ -20,8 +20,8 @@ from transformers import AttentionInterface
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.storage.dry_run import GIB
 
-GIB = 2**30
 FLOAT = 4
 FRAMEWORK_GIB = 2.5
 """CUDA context, NCCL and cuBLAS buffers per GPU."""
@@ -59,6 +59,10 @@ class ModelSize:
         """Bytes of all parameters on one worker."""
         return self.trained * self.nbytes + self.frozen_bytes
 
+    def at_start(self, workers: int, stage: int) -> float:
+        """Bytes on one GPU while the model is loaded: twice, as it arrives and flat; under ZeRO-3 of its partition only."""
+        return 2 * self.whole / workers + self.largest * self.nbytes if stage == 3 else 2 * self.whole
+
     @classmethod
     def of(cls, encoder: InstructionEncoder, settings: TrainSettings) -> ModelSize:
         """Count the parameters of an encoder, on any device."""
@@ -95,6 +99,10 @@ class StepMemory:
     def total(self) -> float:
         """Bytes at the peak."""
         return sum(getattr(self, f.name) for f in fields(self))
+
+    def with_framework(self) -> StepMemory:
+        """Add what a GPU holds besides the tensors."""
+        return replace(self, framework=FRAMEWORK_GIB * GIB + FRAGMENTATION * self.total)
 
 
 def step_memory(
@@ -147,18 +155,6 @@ def step_memory(
     at_last = replace(states, communication=buckets + flat)
     in_update = replace(states, parameters=own, communication=idle)
     return max(at_first, at_last, in_update, key=lambda memory: memory.total)
-
-
-def with_framework(memory: StepMemory) -> StepMemory:
-    """Add what a GPU holds besides the tensors."""
-    return replace(memory, framework=FRAMEWORK_GIB * GIB + FRAGMENTATION * memory.total)
-
-
-def start_memory(weights: ModelSize, workers: int, config: Mapping[str, Any]) -> float:
-    """Bytes on one GPU while the model is loaded: twice, as it arrives and flat; under ZeRO-3 of its partition only."""
-    if config["zero_optimization"]["stage"] == 3:
-        return 2 * weights.whole / workers + weights.largest * weights.nbytes
-    return 2 * weights.whole
 
 
 @dataclass(frozen=True)

@@ -25,20 +25,11 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.tokenizer import Side
 from infembed_ray.planning.backbones import VOCABULARY, load
-from infembed_ray.planning.memory import (
-    GIB,
-    ModelSize,
-    SavedBytes,
-    StepMemory,
-    saved_bytes,
-    start_memory,
-    step_memory,
-    with_framework,
-)
+from infembed_ray.planning.memory import ModelSize, SavedBytes, StepMemory, saved_bytes, step_memory
 from infembed_ray.progress import counted
 from infembed_ray.records.tables import Record
 from infembed_ray.records.tuples import TrainingRecord
-from infembed_ray.storage.dry_run import gib, require_space, state
+from infembed_ray.storage.dry_run import GIB, gib, require_space, state
 from infembed_ray.storage.steps import STATES
 from infembed_ray.training import deepspeed_config, launch
 from infembed_ray.training.backbone import precision_of
@@ -128,7 +119,7 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
     deepspeed_config.check(settings)
     encoder = load(settings)
     work, size, tensors = _step(settings, encoder, synthetic(settings, encoder), settings.epoch_records, cuda=True)
-    memory = with_framework(tensors)
+    memory = tensors.with_framework()
     # GradCache repeats every forward pass but the last; checkpointing repeats each. A forward pass is a third.
     repeated = settings.activation_checkpointing + (1 - 1 / work.passes if settings.grad_cache_tokens else 0.0)
     mfu, source = settings.mfu, "as set"
@@ -144,7 +135,7 @@ def plan(settings: PlanTrainSettings) -> TrainPlan:
         size=size,
         work=work,
         memory=memory,
-        start=start_memory(size, settings.workers, deepspeed_config.deepspeed_config(settings)) + memory.framework,
+        start=size.at_start(settings.workers, settings.zero_stage) + memory.framework,
         mfu=mfu,
         mfu_source=source,
         step_seconds=seconds,
@@ -311,7 +302,7 @@ def describe(settings: TrainSettings) -> Iterator[str]:
         _, weights, tensors = _step(inputs.settings, encoder, rows, len(rows), cuda)
     yield f"model: {weights.parameters / 1e6:,.1f} M parameters, {weights.trained / 1e6:,.1f} M trained"
     of = "of each GPU" if cuda else "of CPU memory for the tensors of each worker"
-    memory = with_framework(tensors) if cuda else tensors
+    memory = tensors.with_framework() if cuda else tensors
     yield f"memory: about {gib(memory.total)} {of} at the peak of a step"
     states = KEEP_LAST + (settings.validation is not None) + 1
     needed = _WEIGHT_BYTES * weights.parameters + states * _STATE_BYTES * weights.trained

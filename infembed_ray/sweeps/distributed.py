@@ -30,7 +30,7 @@ from infembed_ray.evaluation.paper.collection import BASE
 from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.modeling.checkpoint import locate
-from infembed_ray.modeling.template import render
+from infembed_ray.modeling.tokenizer import render
 from infembed_ray.planning.train import describe as describe_training
 from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect
@@ -281,16 +281,10 @@ def _run_trial(trial: Trial) -> tuple[str, str]:
     try:
         model: RetrieverSettings | str | None = trial.untrained
         if trial.train is not None:
-            model = _place_of(train(trial.train), trial.train.output)
-        done = evaluate(trial.evaluate.model_copy(update={"models": {trial.row: model}}))
-        return _place_of(done, trial.evaluate.output), ""
+            model = train(trial.train).address
+        return evaluate(trial.evaluate.model_copy(update={"models": {trial.row: model}})).address, ""
     except Exception as error:  # the other trials continue
         cause: BaseException = error
         while cause.__cause__ is not None:  # without Ray's wrappers
             cause = cause.__cause__
         return "", in_one_line(cause)[:300]
-
-
-def _place_of(published: Published, output: str) -> str:
-    """Return where other processes find an output."""
-    return address(place_of(output) / published.manifest["identity"])

@@ -6,8 +6,8 @@ import torch
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling import adapters
+from infembed_ray.modeling.checkpoint import Overrides
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.overrides import Overrides
 
 _OVERRIDES = Overrides.__annotations__.keys() & TrainSettings.model_fields.keys()
 """Settings that replace what the model says of itself."""

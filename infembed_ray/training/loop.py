@@ -13,8 +13,8 @@ from torch import Tensor
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
+from infembed_ray.modeling.layout import truncate
 from infembed_ray.modeling.pipeline import ahead
-from infembed_ray.modeling.pooling import truncate
 from infembed_ray.records.tuples import TrainingRecord
 from infembed_ray.storage import durable
 from infembed_ray.storage.steps import STATES

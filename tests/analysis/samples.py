@@ -1,29 +1,20 @@
 """A small synthesis output, written as synthesis writes it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from infembed_ray.analysis.figures import read
 from infembed_ray.config.synthesis import SynthesizeSettings
 from infembed_ray.records import tables
-from infembed_ray.records.tables import SCENARIOS, Record
-from infembed_ray.storage.steps import Step
+from infembed_ray.records.tables import SCENARIOS
+from infembed_ray.storage.steps import Step, resolve
+from tests.evaluation.tasks import test_infir
 
 JUDGED = dict(zip(SCENARIOS, SCENARIOS, strict=True))
 
 
 def record(name, **changes):
-    columns = {
-        "id": name,
-        "query_positive": f"query of {name}",
-        "instruction_positive": f"positive instruction of {name}",
-        "instruction_negative": f"poisoned instruction of {name}",
-        "query_negative": f"poisoned query of {name}",
-        "document_positive": f"answer of {name}",
-        "hard_negative_document_1": f"answer of {name} to the poisoned instruction",
-        "hard_negative_document_2": f"answer of {name} to the poisoned query",
-        "source": "sample",
-    }
-    return Record(**{**columns, **changes})
+    return replace(test_infir.record(name), **{"source": "sample", **changes})
 
 
 def provenance(usd=0.01, prompt_tokens=1000, completion_tokens=100, **verdicts):
@@ -87,3 +78,8 @@ def publish(output: Path, rows: Rows = ROWS, seeds: int | None = None) -> Path:
         sizes = {"kept": len(rows.kept), "rejected": len(rows.rejected), "dead_letter": len(rows.dead_letter)}
         staging.counts = {"seeds": sum(sizes.values()) if seeds is None else seeds, **sizes}
     return output
+
+
+def output(directory, rows=ROWS, **changes):
+    """Publish rows, and read them back for a report."""
+    return read(resolve(publish(directory / "out", rows, **changes)), "records")

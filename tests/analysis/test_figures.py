@@ -11,12 +11,7 @@ import pytest
 from infembed_ray.analysis.figures import cost, funnel, lengths, read, verdicts
 from infembed_ray.errors import InputError
 from infembed_ray.records import tables
-from infembed_ray.storage.steps import resolve
-from tests.analysis.samples import ROWS, Rows, kept, publish, record
-
-
-def output(tmp_path, rows=ROWS, **changes):
-    return read(resolve(publish(tmp_path / "out", rows, **changes)), "records")
+from tests.analysis.samples import ROWS, Rows, kept, output, record
 
 
 def test_the_funnel_counts_every_seed(tmp_path):

@@ -11,20 +11,14 @@ from infembed_ray.analysis import report as module
 from infembed_ray.analysis.agreement import study
 from infembed_ray.analysis.clean import Removal
 from infembed_ray.analysis.diversity import TextSet, compare, from_records
-from infembed_ray.analysis.figures import read
 from infembed_ray.analysis.overlap import EvaluationTexts, contamination
 from infembed_ray.analysis.report import as_html, shown_rows, summarise
-from infembed_ray.storage.steps import resolve
-from tests.analysis.samples import ROWS, Rows, kept, publish
+from tests.analysis.samples import ROWS, Rows, kept, output
 from tests.support.pages import Page
 
 
-def records_of(tmp_path, rows=ROWS, **changes):
-    return read(resolve(publish(tmp_path / "out", rows, **changes)), "records")
-
-
 def page(tmp_path, rows=ROWS, **changes):
-    records = records_of(tmp_path, rows, **changes)
+    records = output(tmp_path, rows, **changes)
     html = as_html(summarise(records), shown_rows(records, {}), "the <source>")
     return html, Page(html)
 
@@ -64,7 +58,7 @@ def test_what_is_not_in_every_report_is_shown_if_it_is_there(tmp_path):
         "wrongly_kept": [0.15, 0.05, 0.36],
         "wrongly_rejected": None,
     }
-    records = records_of(tmp_path / "judged")
+    records = output(tmp_path / "judged")
     judged = replace(records, manifest={**records.manifest, "cheap_judge": facts})
     text = Page(as_html(summarise(judged), [], "x")).text
     for expected in ("settled 90 0", "in doubt 7 3", "20 of the settled ones", "agreement 85.0 64.0 to 94.8"):
@@ -73,7 +67,7 @@ def test_what_is_not_in_every_report_is_shown_if_it_is_there(tmp_path):
 
 
 def test_the_page_has_comparisons_and_one_dot_per_text(tmp_path):
-    records = records_of(tmp_path)
+    records = output(tmp_path)
     sets = [
         from_records("ours", records.kept),
         TextSet("<theirs>", {"instruction": ["for cooks", "for bakers", "for all"]}),
@@ -160,7 +154,7 @@ def test_markup_in_a_text_does_not_end_the_script(tmp_path):
 def test_a_large_set_is_sampled_by_kind(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SHOWN", 4)
     rows = Rows([kept(f"r{n}") for n in range(30)], ROWS.rejected, ROWS.dead_letter)
-    records = records_of(tmp_path, rows)
+    records = output(tmp_path, rows)
     removed = {n: Removal("near-duplicate", "r0") for n in range(20, 30)}
     chosen = shown_rows(records, removed)
     assert [sum(row["kind"] == kind for row in chosen) for kind in ("kept", "removed", "rejected", "dead letter")] == [

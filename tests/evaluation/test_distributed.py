@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -53,13 +54,7 @@ def query_first(minilm, tmp_path_factory):
     return str(path)
 
 
-BM25 = {"kind": "bm25", "plain_query": "{query}", "instructed_query": "{instruction} {query}"}
 BENCHMARKS = ("bright/leetcode", "followir/core17")
-
-
-def cross_encoder(root):
-    formats = {"instructed_query": "{query} {instruction}", "plain_query": "{query}"}
-    return {"kind": "classifier", "model": models.bert(root / "cross", 1), **formats}
 
 
 FIRST = 5
@@ -84,7 +79,7 @@ def settings(files, query_first, tmp_path_factory):
         tasks=BENCHMARKS,
         data=str(mirror),
         records=records,
-        models={"query first": query_first, "bm25": BM25, "cross": cross_encoder(mirror)},
+        models={"query first": query_first, "bm25": models.BM25, "cross": models.cross_encoder(mirror)},
         first_stage="bm25",
         rerank=FIRST,
         distractors=distractors,
@@ -110,10 +105,8 @@ def small_chunks():
 @pytest.mark.ray
 def test_candidates_exclusions_rerankers_and_bm25_rank_as_in_one_process(published, settings):
     evaluated = results.read(published.path).scores
-    loaded = {
-        name: baselines.load(baselines.resolve(label, settings.models[label]))
-        for name, label in (("base", "query first"), ("bm25", "bm25"), ("cross", "cross"))
-    }
+    base, bm25, cross = (baselines.resolve(name, settings.models[name]) for name in ("query first", "bm25", "cross"))
+    loaded = {"base": baselines.load(base), "bm25": partial(baselines.rank, bm25), "cross": baselines.load(cross)}
     for name in BENCHMARKS:
         task = catalogue.load(name, settings.data)
         assert task.excluded or task.candidates
@@ -132,7 +125,7 @@ def in_one_process(task, base, bm25, cross):
     """Return the rankings of three retrievers, computed without chunks or Ray."""
     texts = dict(zip(task.corpus["id"].to_pylist(), task.corpus["text"].to_pylist(), strict=True))
     products = base.encode_queries(task.queries) @ base.encode_passages(list(texts.values())).T
-    rankings = {"base": {}, "bm25": bm25.rank(task, 1000), "cross": {}}
+    rankings = {"base": {}, "bm25": bm25(task, 1000), "cross": {}}
     for query, row in zip(task.queries, products.tolist(), strict=True):
         candidates = None if task.candidates is None else task.candidates[query.id]
         allowed = [d for d in candidates or texts if d not in task.excluded.get(query.id, ())]

@@ -15,13 +15,6 @@ from tests.evaluation.tasks.test_infir import record
 from tests.support.files import write_jsonl
 from tests.support.object_store import upload
 
-BM25 = {"kind": "bm25", "plain_query": "{query}", "instructed_query": "{instruction} {query}"}
-
-
-def cross_encoder(root):
-    formats = {"instructed_query": "{query} {instruction}", "plain_query": "{query}"}
-    return {"kind": "classifier", "model": models.bert(root / "cross", 1), **formats}
-
 
 @pytest.fixture(scope="module")
 def settings(minilm, tmp_path_factory):
@@ -33,7 +26,7 @@ def settings(minilm, tmp_path_factory):
         tasks=("bright/leetcode",),
         data=str(root / "mirror"),
         records=str(records),
-        models={"base": minilm, "bm25": BM25, "cross": cross_encoder(root)},
+        models={"base": minilm, "bm25": models.BM25, "cross": models.cross_encoder(root)},
         first_stage="bm25",
         rerank=5,
         distractors=str(distractors),

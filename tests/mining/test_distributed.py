@@ -78,6 +78,7 @@ def test_the_check_says_what_would_be_mined(settings, tmp_path):
         ({"records": "/nope"}, "records=/nope: no such file"),
         ({"index": "/nope"}, "index=/nope: no such"),
         ({"teacher": "bm25"}, "teacher=bm25: ranks whole tasks; give an encoder or a reranker"),
+        ({"teacher": {"kind": "run", "model": __file__}}, "teacher=run: ranks whole tasks"),
         ({"teacher": "no-such-baseline"}, "teacher=no-such-baseline: no such baseline"),
         ({"teacher": "/no/model"}, "teacher.model=/no/model: no such model directory"),
     ],

@@ -10,8 +10,8 @@ from infembed_ray.cli.main import main
 from infembed_ray.config.planning import PlanIndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.planning.index import plan, shard_size
-from infembed_ray.planning.memory import GIB
 from infembed_ray.retrieval import faiss_index as factories
+from infembed_ray.storage.dry_run import GIB
 
 
 def test_sizes_of_a_seven_b_model_by_hand():

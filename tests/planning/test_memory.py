@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.planning.memory import ModelSize, saved_bytes, start_memory, step_memory
+from infembed_ray.planning.memory import ModelSize, saved_bytes, step_memory
 from tests.modeling import backbones
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "planner.py"
@@ -54,8 +54,8 @@ def test_what_is_offloaded_is_not_on_the_gpu():
 
 def test_under_zero_3_no_worker_reads_the_whole_model():
     model = size_of(10**9)
-    assert start_memory(model, 8, config(2)) == 2 * 2 * 10**9
-    assert start_memory(model, 8, config(3)) == 2 * 2 * 10**9 / 8 + 2 * 10**8
+    assert model.at_start(8, 2) == 2 * 2 * 10**9
+    assert model.at_start(8, 3) == 2 * 2 * 10**9 / 8 + 2 * 10**8
 
 
 def test_adapters_have_states_and_the_frozen_rest_has_none():

@@ -7,7 +7,6 @@ import pyarrow as pa
 import pytest
 
 from infembed_ray.evaluation.retrievers import baselines
-from infembed_ray.evaluation.retrievers.baselines import Ranker
 from infembed_ray.evaluation.tasks.task import CORPUS, Query, Task
 from infembed_ray.retrieval import lexical
 from infembed_ray.retrieval.lexical import DeltaTerms, Lexical, terms_of
@@ -30,10 +29,9 @@ def index(tmp_path: Path) -> Lexical:
 
 @pytest.mark.parametrize("query", ["cats and mice", "mice mice", "quantum theory", "nothing known", "the", ""])
 def test_scores_are_those_of_the_evaluation_by_bm25s(index: Lexical, query: str) -> None:
-    ranker = baselines.load(baselines.resolve("BM25", "bm25"))
-    assert isinstance(ranker, Ranker)
     corpus = pa.table({"id": [str(n) for n in range(len(TEXTS))], "text": TEXTS}, schema=CORPUS)
-    expected = ranker.rank(Task("t", corpus, (Query("q", query),), {}, ()), 10)["q"]
+    task = Task("t", corpus, (Query("q", query),), {}, ())
+    expected = baselines.rank(baselines.resolve("BM25", "bm25"), task, 10)["q"]
     scores = index.scores(terms_of(query))
     assert {str(n): score for n, score in enumerate(scores.tolist()) if score} == pytest.approx(expected)
 

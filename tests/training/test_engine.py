@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer, BertConfig, BertModel
 
+from benchmarks.host_cost import Sent
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.training.collectives import gather_rows, world
@@ -59,16 +59,6 @@ def contrast(queries, passages, first):
     return torch.nn.functional.cross_entropy(queries @ passages.T / TEMPERATURE, torch.arange(len(queries)) + first)
 
 
-class Operators(TorchDispatchMode):
-    """Counts operators."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def trained(settings, path, dropout=False, separate=False, resume_in=None):
     """Run some steps of an engine; return losses, gradients and norms of each, and the final weights.
 
@@ -112,7 +102,7 @@ def trained(settings, path, dropout=False, separate=False, resume_in=None):
     read = (lambda p: p.detach()) if settings.zero_stage == 0 else safe_get_full_fp32_param
     got["weights"] = {n: read(p).clone() for n, p in named.items()}
     engine.backward(engine.encode(texts(encoder, rank, 0)[0]).square().sum() * (1 if rank else torch.inf))
-    with Operators() as operators:
+    with Sent() as operators:
         norm = engine.update(RATE)
     kept = all(torch.equal(read(p), got["weights"][n]) for n, p in named.items())
     got["infinite"] = norm, operators.count, kept

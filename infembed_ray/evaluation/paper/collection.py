@@ -9,7 +9,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.results import Results, TaskSummary
 from infembed_ray.evaluation.significance import Compared
 from infembed_ray.evaluation.tables import Column, cells
-from infembed_ray.evaluation.tasks.task import Obedience, Scores
+from infembed_ray.evaluation.tasks.task import Obedience, Scores, averaged
 
 BASE = "base"
 """Row of a sweep's untrained backbones."""
@@ -141,10 +141,4 @@ def _key(row: str, backbone: str | None) -> str:
 
 
 def _averaged(runs: Sequence[Mapping[str, Scores]]) -> dict[str, Scores]:
-    return {
-        task: {
-            figure: {query: fmean(run[task][figure][query] for run in runs) for query in values}
-            for figure, values in figures.items()
-        }
-        for task, figures in runs[0].items()
-    }
+    return {task: averaged([run[task] for run in runs]) for task in runs[0]}

@@ -101,6 +101,5 @@ class ApiEncoder:
         return rows
 
     def _failure(self, fault: str, remedy: str) -> InputError:
-        return InputError.of(
-            "model", self._settings.model, f"{with_proxy(self._settings.endpoint.base_url)}: {fault}", remedy
-        )
+        where = with_proxy(self._settings.endpoint.base_url)
+        return InputError.of("model", self._settings.model, f"{where}: {fault}", remedy)

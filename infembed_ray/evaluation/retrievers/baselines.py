@@ -25,15 +25,14 @@ FILE = Path(__file__).with_name("baselines.yaml")
 _CLASSES = {
     "encoder": ("evaluation.retrievers.encoders", "CheckpointEncoder"),
     "api": ("evaluation.retrievers.api", "ApiEncoder"),
-    "bm25": ("evaluation.retrievers.bm25", "Bm25Ranker"),
-    "run": ("evaluation.retrievers.runs", "RunRanker"),
     "seq2seq": ("modeling.rerankers", "Seq2Seq"),
     "causal": ("modeling.rerankers", "Causal"),
     "classifier": ("modeling.rerankers", "Classifier"),
 }
 """Kind -> module and class of its retriever, imported when it is loaded: some import torch or transformers."""
-_WITHOUT_WEIGHTS = ("api", "bm25", "run")
-"""Kinds that take neither a device nor a number of tokens."""
+ENCODER_KINDS = ("encoder", "api")
+RANKER_KINDS = ("bm25", "run")
+"""Kinds that rank a whole task in one process (`rank`)."""
 
 
 @runtime_checkable
@@ -58,16 +57,7 @@ class PairReranker(Protocol):
         ...
 
 
-@runtime_checkable
-class Ranker(Protocol):
-    """Ranks a whole task in one process: BM25, or a given run."""
-
-    def rank(self, task: Task, depth: int) -> Run:
-        """Rank the top `depth` documents of every query, within its candidates and without its excluded documents."""
-        ...
-
-
-Retriever = TextEncoder | PairReranker | Ranker
+Retriever = TextEncoder | PairReranker
 
 
 @cache
@@ -154,7 +144,7 @@ def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str,
 
 def _weights(settings: RetrieverSettings) -> list[tuple[str, str, str | None]]:
     """Return (part, directory or hub name, revision) of a local retriever's weights."""
-    if settings.kind in _WITHOUT_WEIGHTS:
+    if settings.kind in ("api", *RANKER_KINDS):
         return []
     parts = [("model", settings.model, settings.revision), ("adapter", settings.adapter, None)]
     return [(part, model, revision) for part, model, revision in parts if model]
@@ -171,7 +161,7 @@ def identity(settings: RetrieverSettings) -> str:
 
 
 def load(settings: RetrieverSettings, device: str = "cpu", batch_tokens: int | None = None) -> Retriever:
-    """Load the retriever of settings from `resolve`; `batch_tokens` bound a forward pass, with padding.
+    """Load the encoder or reranker of settings from `resolve`; `batch_tokens` bound a forward pass, with padding.
 
     InputError: a model, a key or a package is missing.
     """
@@ -180,5 +170,12 @@ def load(settings: RetrieverSettings, device: str = "cpu", batch_tokens: int | N
     settings = settings.model_copy(update=copies)
     module, name = _CLASSES[settings.kind]
     retriever = getattr(importlib.import_module(f"infembed_ray.{module}"), name)
-    made: Retriever = retriever(settings, *(() if settings.kind in _WITHOUT_WEIGHTS else (device, batch_tokens)))
+    made: Retriever = retriever(settings, *(() if settings.kind == "api" else (device, batch_tokens)))
     return made
+
+
+def rank(settings: RetrieverSettings, task: Task, depth: int) -> Run:
+    """Rank the top `depth` documents of every query of a task by BM25 or a given run, without its excluded documents."""
+    from infembed_ray.evaluation.retrievers import bm25, runs
+
+    return bm25.rank(settings, task, depth) if settings.kind == "bm25" else runs.rank(settings, task, depth)

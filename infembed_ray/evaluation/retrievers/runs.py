@@ -28,46 +28,44 @@ _OURS = "infembed-"
 _COLUMNS = "query Q0 document rank score name"
 
 
-class RunRanker:
-    """Ranks a task as a given run does; `settings` are from `baselines.resolve`."""
+def rank(settings: RetrieverSettings, task: Task, depth: int) -> dict[str, dict[str, float]]:
+    """Return the top `depth` documents of each query that a given run has: query id -> document id -> score.
 
-    def __init__(self, settings: RetrieverSettings) -> None:
-        self._path = place_of(settings.model)
-
-    def rank(self, task: Task, depth: int) -> dict[str, dict[str, float]]:
-        """Return the top `depth` documents of each query that the run has: query id -> document id -> score.
-
-        Raises:
-            InputError: the run is missing or damaged, or has none of the task's queries.
-        """
-        file = self._path
+    Raises:
+        InputError: the run is missing or damaged, or has none of the task's queries.
+    """
+    path = file = place_of(settings.model)
+    if not file.is_file():
+        file = path / f"{file_name(task.name)}{SUFFIX}"
         if not file.is_file():
-            file = file / f"{file_name(task.name)}{SUFFIX}"
-            if not file.is_file():
-                fault = f"no {file.name} in this directory"
-                raise InputError.of("model", self._path, fault, f"give a run, or {RUNS}/MODEL of an evaluation")
-        rankings = read(file, "model")
-        ids = {query.id for query in task.queries}
-        if rankings.keys().isdisjoint(ids):
-            fault = f"has none of the queries of {task.name}, such as {task.queries[0].id}; its first is {next(iter(rankings))}"
-            raise InputError.of("model", file, fault, "give the run of this task")
-        ranked = {}
-        for query in rankings.keys() & ids:
-            excluded = task.excluded.get(query, frozenset())
-            scores = {document: score for document, score in rankings[query].items() if document not in excluded}
-            ranked[query] = {document: scores[document] for document in list(ranks(scores))[:depth]}
-        documents = {document for ranking in ranked.values() for document in ranking}
-        if documents and coverage(task, ranked)["unknown_documents"] == len(documents):
-            fault = f"none of its documents is in the corpus of {task.name}, such as {min(documents)}"
-            raise InputError.of("model", file, fault, "give the run of this task, with the ids of its corpus")
-        return ranked
+            fault = f"no {file.name} in this directory"
+            raise InputError.of("model", path, fault, f"give a run, or {RUNS}/MODEL of an evaluation")
+    rankings = read(file, "model")
+    ids = {query.id for query in task.queries}
+    if rankings.keys().isdisjoint(ids):
+        asked, first = task.queries[0].id, next(iter(rankings))
+        fault = f"has none of the queries of {task.name}, such as {asked}; its first is {first}"
+        raise InputError.of("model", file, fault, "give the run of this task")
+    ranked = {}
+    for query in rankings.keys() & ids:
+        excluded = task.excluded.get(query, frozenset())
+        scores = {document: score for document, score in rankings[query].items() if document not in excluded}
+        ranked[query] = {document: scores[document] for document in list(ranks(scores))[:depth]}
+    return ranked
 
 
-def coverage(task: Task, run: Run) -> dict[str, int]:
-    """Count the judged queries of a task, those of them without results, and the ranked documents that its corpus lacks."""
+def coverage(task: Task, run: Run, model: str) -> dict[str, int]:
+    """Count the judged queries of a task, those of them without results, and the ranked documents that its corpus lacks.
+
+    Raises:
+        InputError: the corpus lacks all documents of the run at `model`.
+    """
     judged = [query.id for query in task.queries if query.id in task.qrels]
-    documents = pa.array({document for ranking in run.values() for document in ranking}, pa.string())
-    known = pc.sum(pc.is_in(task.corpus["id"], value_set=documents)).as_py() or 0
+    documents = {document for ranking in run.values() for document in ranking}
+    known = pc.sum(pc.is_in(task.corpus["id"], value_set=pa.array(documents, pa.string()))).as_py() or 0
+    if documents and not known:
+        fault = f"none of its documents is in the corpus of {task.name}, such as {min(documents)}"
+        raise InputError.of("model", model, fault, "give the run of this task, with the ids of its corpus")
     missing = sum(not run.get(query) for query in judged)
     return {"judged_queries": len(judged), "without_results": missing, "unknown_documents": len(documents) - known}
 

@@ -32,9 +32,7 @@ FIGURES = (
 
 
 def instruction_following(
-    records: Sequence[Record],
-    distractors: Sequence[Passage] = (),
-    max_distractors: int | None = None,
+    records: Sequence[Record], distractors: Sequence[Passage] = (), max_distractors: int | None = None
 ) -> Task:
     """Make the retrieval task of records, over all their passages and the distractors.
 

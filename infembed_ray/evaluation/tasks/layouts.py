@@ -176,17 +176,13 @@ def read_own(name: str, reject: bool = False) -> tuple[Task, list[BadRows]]:
 def read_repository(repository: Repository, split: str = "test") -> Task:
     """Read a repository or a directory in mteb's or BEIR's layout; with `qrel_diff` it is read as FollowIR.
 
-    Queries without a judgement in the split are left out.
+    Queries without a judgement in the split are left out. Queries with one text are a group, if the data have no groups.
+    Groups have Robustness@10.
     """
     if "qrel_diff" in repository.configs:
         return read_followir(repository, MEASURES[0])
     task = read_mteb(repository, split)
-    return _grouped(replace(task, queries=tuple(query for query in task.queries if query.id in task.qrels)))
-
-
-def _grouped(task: Task) -> Task:
-    """Make groups of queries with one text, if the data have none; add Robustness@10 if there are groups."""
-    queries = task.queries
+    queries = tuple(query for query in task.queries if query.id in task.qrels)
     if not any(query.group for query in queries):
         same_text: dict[str, list[Query]] = defaultdict(list)
         for query in queries:

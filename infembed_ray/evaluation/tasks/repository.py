@@ -82,9 +82,8 @@ class Repository:
     def splits(self, config: str) -> Sequence[str]:
         """Return the splits of a configuration; InputError if there is none of this name."""
         if config not in self.configs:
-            fault = (
-                f"no {'qrels/test' if config == 'default' else config} in {self.path}, but {', '.join(self.configs)}"
-            )
+            what = "qrels/test" if config == "default" else config
+            fault = f"no {what} in {self.path}, but {', '.join(self.configs)}"
             raise self.fault(fault, "give corpus, queries and qrels/test, or the card that names them")
         return list(self.configs[config])
 
@@ -97,9 +96,8 @@ class Repository:
         splits = self.splits(config)
         if split is None or split not in splits:
             if len(splits) != 1:
-                raise self.fault(
-                    f"{config} of {self.name or self.path} has the splits {', '.join(splits)}, not {split}"
-                )
+                place = self.name or self.path
+                raise self.fault(f"{config} of {place} has the splits {', '.join(splits)}, not {split}")
             split = splits[0]
         names = matching(self.configs[config][split], self._names)
         if not names:

@@ -224,9 +224,8 @@ def without_identical(task: Task, leave_out: bool) -> Task:
     if not same:
         return task
     if not leave_out:
-        say(
-            f"{task.name}: {len(same)} queries have the id of a document; if it is the query, set ignore_identical_ids=true"
-        )
+        remedy = "if it is the query, set ignore_identical_ids=true"
+        say(f"{task.name}: {len(same)} queries have the id of a document; {remedy}")
         return task
     excluded = {query: task.excluded.get(query, frozenset()) | {query} for query in same}
     about = {**task.about, "identical_ids_left_out": len(same)}
@@ -258,6 +257,14 @@ def score(task: Task, run: Run) -> dict[str, dict[str, float]]:
             counted = (q for q, kind in kinds.items() if figure.kind in (None, kind))
             scores[figure.name] = {q: trec[q][figure.measure] for q in counted}
     return scores
+
+
+def averaged(several: Sequence[Scores]) -> dict[str, dict[str, float]]:
+    """Average each value over several scores of the same queries."""
+    return {
+        figure: {query: fmean(scores[figure][query] for scores in several) for query in values}
+        for figure, values in several[0].items()
+    }
 
 
 def means(scores: Scores) -> dict[str, float | None]:

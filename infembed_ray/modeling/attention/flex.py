@@ -105,8 +105,8 @@ def flex_pays(device: torch.device) -> bool:
     return device.type == "cuda" and varlen_attention() is not None
 
 
-def compile_layers(backbone: nn.Module) -> None:
-    """Compile the layers of a backbone, each by itself and for rows of any width; one that does not compile runs as it is.
+def compile_layers(*backbones: nn.Module) -> None:
+    """Compile the layers of backbones, each by itself and for rows of any width; one that does not compile runs as it is.
 
     Measured on an H200 over Qwen2.5-0.5B: a step of 12 tuples takes 81 ms, 125 ms without; packed texts 488 and 611 ms.
     """
@@ -115,7 +115,7 @@ def compile_layers(backbone: nn.Module) -> None:
     _raise_limit()
     dynamo.suppress_errors = True
     inductor.fallback_random = True  # GradCache's second pass drops the elements that the first one dropped
-    for module in backbone.modules():
+    for module in (module for backbone in backbones for module in backbone.modules()):
         if isinstance(module, GradientCheckpointingLayer):
             module.compile(dynamic=True)
 

@@ -66,12 +66,11 @@ class TreeAttention:
         later_roots = (ends.cummax(0).values[:-1] <= torch.arange(1, len(ends))).nonzero().squeeze(1) + 1
         roots = [0, *later_roots.tolist(), len(ends)]
         sizes = [after - root for root, after in pairwise(roots)]
-        single = [
-            bool((of_tree == len(of_tree) + root).all())
-            for root, of_tree in zip(roots, ends.split(sizes), strict=False)
-        ]
-        trees = zip(roots, single, on_device(ends, device).split(sizes), strict=False)
-        return cls(sizes, [None if alone else _mask(of_tree - root, dtype) for root, alone, of_tree in trees])
+        masks: list[Tensor | None] = []
+        for root, of_tree, copy in zip(roots, ends.split(sizes), on_device(ends, device).split(sizes), strict=False):
+            single = bool((of_tree == len(of_tree) + root).all())
+            masks.append(None if single else _mask(copy - root, dtype))
+        return cls(sizes, masks)
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         masks = [mask if mask is None else mask.to(query.dtype) for mask in self.masks]
@@ -83,7 +82,7 @@ def obstacle(backbone: Any, longest: int) -> str | None:
     """Return why trees would not be exact for a causal backbone with texts of up to `longest` tokens; None if they are."""
     config = backbone.config
     if config._attn_implementation != PACKED:
-        return f"its {config._attn_implementation} attention does not take trees"
+        return f"its {config._attn_implementation} attention does not take shared prefixes"
     for name in ("sliding_window", "attention_chunk_size"):
         window = getattr(config, name, None)
         if window is not None and longest > window:

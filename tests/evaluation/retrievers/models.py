@@ -102,3 +102,12 @@ def _save(path: Path, kind, config, tokenizer: Tokenizer, **tokens) -> str:
     kind(config).eval().save_pretrained(path)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **tokens).save_pretrained(path)
     return str(path)
+
+
+BM25 = {"kind": "bm25", "plain_query": "{query}", "instructed_query": "{instruction} {query}"}
+
+
+def cross_encoder(root):
+    """Write a classifier of one class; return its settings."""
+    formats = {"instructed_query": "{query} {instruction}", "plain_query": "{query}"}
+    return {"kind": "classifier", "model": bert(root / "cross", 1), **formats}

@@ -2,6 +2,7 @@ import bz2
 import gzip
 import struct
 from dataclasses import replace
+from functools import partial
 
 import pyarrow as pa
 import pytest
@@ -29,7 +30,7 @@ TASK = Task(
 
 
 def ranker(path):
-    return baselines.load(baselines.resolve("x", {"kind": "run", "model": str(path)}))
+    return partial(baselines.rank, baselines.resolve("x", {"kind": "run", "model": str(path)}))
 
 
 def written(directory, run=RUN, model="multi{P,I}", task=TASK.name):
@@ -74,10 +75,10 @@ def test_a_run_ranks_its_task_from_its_file_or_from_a_folder_of_an_evaluation(tm
     file = written(tmp_path)
     assert file.relative_to(tmp_path).as_posix() == "multi{P,I}/followir_core17.run.gz"
     for path in (file, file.parent):
-        assert ranker(path).rank(TASK, 10) == RUN
-    assert ranker(file).rank(TASK, 1) == {"1": {"a": 0.5}, "2": {"c": 1e-12}}
+        assert ranker(path)(TASK, 10) == RUN
+    assert ranker(file)(TASK, 1) == {"1": {"a": 0.5}, "2": {"c": 1e-12}}
     restricted = replace(TASK, excluded={"1": frozenset({"a"})})
-    assert list(ranker(file).rank(restricted, 10)["1"]) == ["b", "c"]
+    assert list(ranker(file)(restricted, 10)["1"]) == ["b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -91,13 +92,13 @@ def test_a_run_ranks_its_task_from_its_file_or_from_a_folder_of_an_evaluation(tm
     ],
 )
 def test_queries_without_results_and_unknown_documents_are_counted(run, counts):
-    counted = runs.coverage(replace(TASK, qrels={query: {"a": 1} for query in "123"}), run)
+    counted = runs.coverage(replace(TASK, qrels={query: {"a": 1} for query in "123"}), run, "x")
     assert (counted["judged_queries"], counted["without_results"], counted["unknown_documents"]) == (3, *counts)
 
 
 def test_a_run_of_unknown_documents_alone_is_refused_and_any_form_is_read(tmp_path):
     with pytest.raises(InputError, match=r"none of its documents is in the corpus of followir/core17, such as A"):
-        ranker(written(tmp_path, {"1": {"A": 1.0, "B": 0.5}})).rank(TASK, 10)
+        runs.coverage(TASK, {"1": {"A": 1.0, "B": 0.5}}, "x")
     text = "\ufeff1 Q0 a 1 2 x\r\n2\tQ0\tan id\t1\t+1.0\tx\r\n".encode()
     for suffix, compress in {
         ".txt": bytes,
@@ -139,11 +140,11 @@ def test_a_damaged_run_is_refused_with_its_line(tmp_path, content, message):
 
 def test_a_run_of_another_task_or_a_missing_one_is_refused(tmp_path):
     with pytest.raises(InputError, match="none of the queries of followir/core17, such as 1; its first is 7"):
-        ranker(written(tmp_path, {"7": {"a": 1.0}})).rank(TASK, 10)
+        ranker(written(tmp_path, {"7": {"a": 1.0}}))(TASK, 10)
     with pytest.raises(InputError, match=r"models\.x\.model=.*nowhere"):
         ranker(tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"no followir_core17\.run\.gz in this directory"):
-        ranker(tmp_path).rank(TASK, 10)
+        ranker(tmp_path)(TASK, 10)
     cut = tmp_path / "cut.gz"
     cut.write_bytes(gzip.compress(b"1 Q0 a 1 0.5 x\n")[:-6])
     with pytest.raises(InputError, match="copy it again"):

@@ -3,6 +3,7 @@ from dataclasses import replace
 from infembed_ray.evaluation.metrics import Change
 from infembed_ray.evaluation.tasks.infir import instruction_following
 from infembed_ray.records.tables import Passage, Record
+from tests.evaluation.published import texts
 
 
 def record(name):
@@ -22,21 +23,17 @@ def passages(*texts):
     return [Passage(str(number), text) for number, text in enumerate(texts)]
 
 
-def corpus(task):
-    return dict(zip(task.corpus["id"].to_pylist(), task.corpus["text"].to_pylist(), strict=True))
-
-
 def test_a_record_gives_three_queries_three_passages_and_two_changes():
     task = instruction_following([record("r")], passages("noise"))
-    texts = corpus(task)
-    asked = {(q.instruction, q.query): [texts[d] for d in task.qrels[q.id]] for q in task.queries}
+    corpus = texts(task)
+    asked = {(q.instruction, q.query): [corpus[d] for d in task.qrels[q.id]] for q in task.queries}
     assert asked == {
         ("positive instruction of r", "query of r"): ["answer of r"],
         ("poisoned instruction of r", "query of r"): ["answer of r to the poisoned instruction"],
         ("positive instruction of r", "poisoned query of r"): ["answer of r to the poisoned query"],
     }
-    assert texts["distractor/0"] == "noise"
-    assert len(texts) == task.corpus.num_rows == 4
+    assert corpus["distractor/0"] == "noise"
+    assert len(corpus) == task.corpus.num_rows == 4
     positive, poisoned = "record/r/positive", "record/r/negative_instruction"
     assert task.changes == (Change(positive, poisoned, (positive,)), Change(poisoned, positive, (poisoned,)))
 
@@ -44,14 +41,14 @@ def test_a_record_gives_three_queries_three_passages_and_two_changes():
 def test_equal_texts_are_one_passage_relevant_to_all_their_queries():
     shared = replace(record("b"), document_positive="answer of a")
     task = instruction_following([record("a"), shared], passages("answer of a", "noise", "noise"))
-    assert task.corpus.num_rows == len(set(corpus(task).values())) == 6
+    assert task.corpus.num_rows == len(set(texts(task).values())) == 6
     assert task.about == {"records": 2, "distractors": 1}
     assert task.qrels["record/b/positive"] == {"record/a/positive": 1}
 
 
 def test_distractors_that_are_answers_do_not_count():
     task = instruction_following([record("r")], passages("answer of r", "one", "one", "two", "three"), 2)
-    assert [t for d, t in corpus(task).items() if d.startswith("distractor/")] == ["one", "two"]
+    assert [t for d, t in texts(task).items() if d.startswith("distractor/")] == ["one", "two"]
     assert instruction_following([record("r")], passages("one"), 0).about["distractors"] == 0
 
 

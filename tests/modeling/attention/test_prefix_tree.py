@@ -24,10 +24,8 @@ from transformers import (
 from infembed_ray.modeling.attention import prefix_tree
 from infembed_ray.modeling.attention.prefix_tree import TreeLayout
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.layout import padded
-from infembed_ray.modeling.pooling import pool
-from infembed_ray.modeling.template import TextFormat
-from infembed_ray.modeling.tokenizer import Tokens
+from infembed_ray.modeling.layout import padded, pool
+from infembed_ray.modeling.tokenizer import TextFormat, Tokens
 
 SHAPE = {
     "vocab_size": 2000,

@@ -1,6 +1,6 @@
 import pytest
 
-from infembed_ray.modeling.template import render
+from infembed_ray.modeling.tokenizer import render
 
 
 @pytest.mark.parametrize(
