@@ -83,7 +83,11 @@ class Plan:
             try:
                 collections[name] = _collection(settings, place, collections)
             except InputError as error:
-                raise error if name == DEFAULT_COLLECTION else error.renamed("index", f"collections.{name}") from error
+                if name == DEFAULT_COLLECTION:
+                    raise
+                own = f"collections.{name}"
+                renamed = error.renamed("index", own)
+                raise renamed if str(renamed).startswith(own) else renamed.within(f"{own}: ") from error
         reranker = reranking.resolve(settings, collections[DEFAULT_COLLECTION].encoder.model)
         if reranker is not None:
             name = model_name(reranker.model, local(reranker.model))

@@ -184,6 +184,10 @@ def test_a_collection_of_another_encoder_is_refused_where_one_model_is_asked_for
     same_name = publish_index(tmp_path / "law", str(copy), AGAIN, shards=1)
     with pytest.raises(InputError, match=r"^collections.law=.* has the same name in the API"):
         Plan.resolve(with_collections(settings, law=str(same_name)))
+    shutil.rmtree(copy)
+    (Path(copy) / ".0.partial" / "states").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"^collections.law: model=.*: an unfinished training"):
+        Plan.resolve(with_collections(settings, law=str(same_name)))
 
 
 def test_two_collections_of_one_index_and_missing_indexes_are_refused(
