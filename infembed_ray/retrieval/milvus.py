@@ -353,7 +353,8 @@ def _entity(
     entity: dict[str, Any] = {_ID: id, _TEXT: text}
     entity |= {PREFIX + c: _stored(v) for c, v in metadata.items()}
     for field, value in entity.items():
-        if isinstance(value, str) and (size := len(value.encode())) > MAX_BYTES:
+        text = json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+        if isinstance(text, str) and (size := len(text.encode())) > MAX_BYTES:
             raise fault(
                 f"document {id[:80]!r}: its {field.removeprefix(PREFIX)} has {size} bytes, Milvus stores {MAX_BYTES}; "
                 "split the document"

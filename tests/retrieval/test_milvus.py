@@ -135,6 +135,11 @@ def all_types(milvus: str) -> MilvusStore:
     return store
 
 
+def test_a_list_that_milvus_cannot_hold_is_refused_by_name(all_types: MilvusStore) -> None:
+    with pytest.raises(ChangeError, match="'long': its tags has 80004 bytes, Milvus stores 65535"):
+        all_types.change([Put("long", "t", unit_vectors(1, 2)[0], {"tags": ["é" * 40_000]})])
+
+
 def fields(row: Mapping[str, Any]) -> dict[str, Any]:
     return {field: row[field] for field in SCHEMA}
 
