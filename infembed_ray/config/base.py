@@ -255,7 +255,7 @@ def kind_of(field: FieldInfo) -> Kind | None:
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return "did you mean X?", or the list of valid names if none is similar."""
     valid = list(valid)
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name[:100], valid, n=1, cutoff=0.5)  # it indexes every character
     return f"did you mean {close[0]}?" if close else f"valid: {', '.join(sorted(valid))}"
 
 

@@ -1,20 +1,24 @@
 """Metadata filters: parse a request's JSON, and compute the mask of the rows that pass.
 
-    {"lang": "en", "year": {"gte": 2020, "lt": 2024}, "source": {"in": ["who", "nice"]}, "draft": {"ne": true}}
+    {"lang": "en", "year": {"gte": 2020, "lt": 2024}, "source": {"in": ["who", "nice"]}, "tags": {"all": ["flu", "asthma"]}}
+    {"$or": [{"year": null}, {"year": {"gte": 2020}, "draft": {"ne": true}}]}
 
-All conditions must hold. A bare value means `eq`. `gt gte lt lte` compare numbers, dates, and strings by code points; `in` and
-`nin` take a list. Values must have the column's type: "2020" is no integer, 2020.5 no integer, true no number. Strings are
-compared by code points, without folding or normalisation.
+All conditions must hold. `$or` and `$and` take a list of filters: at least one must pass, or all. A bare value means `eq`.
+`gt gte lt lte` compare numbers, dates, and strings by code points; `in`, `nin` and `all` take a list. Values must have the
+column's type: "2020" is no integer, 2020.5 no integer, true no number. Strings are compared by code points, without folding or
+normalisation. A list of strings meets `eq` if it contains the value, `in` if it contains any of the values, `all` if it
+contains all of them.
 
-A null matches no condition except `ne` and `nin`, the negations of `eq` and `in`: {"draft": {"ne": true}} keeps passages
-without a draft flag.
+`eq` and `in` of null match passages without a value; an empty list is a value. `ne` and `nin` are the negations of `eq` and
+`in`, so {"draft": {"ne": true}} keeps passages without a draft flag. A null matches no other condition.
 """
 
 import contextlib
 import json
 import math
+import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, timezone
 from typing import Any
@@ -34,8 +38,15 @@ _BOUNDS: Mapping[str, Callable[..., Any]] = {
     "lt": pc.less,
     "lte": pc.less_equal,
 }
-_NEGATIONS = {"ne": "eq", "nin": "in"}
-OPERATORS = ("eq", "ne", "in", "nin", *_BOUNDS)
+_COMBINATIONS = ("$and", "$or")
+MAX_DEPTH = 5
+"""Levels of `$and` and `$or`."""
+MAX_CONDITIONS = 100
+"""Conditions of a filter: each scans a column of every shard. Each value of `all` counts as one."""
+MAX_VALUES = 10_000
+"""Values of all conditions of a filter."""
+_FINER = re.compile(r"[.,]\d{6}0*[1-9]")
+"""Digits of a time below the microsecond, which Python 3.11 ignores."""
 
 _WANTED: Mapping[FieldType, str] = {
     "string": "a string of Unicode characters",
@@ -54,59 +65,89 @@ class FilterError(ValueError):
 
 @dataclass(frozen=True)
 class Condition:
-    """One comparison with sorted `values`."""
+    """One comparison: `in`, its negation `nin`, or a bound, which has one value. None is null."""
 
     field: str
+    kind: FieldType
     operator: str
-    values: tuple[Value, ...]
+    values: frozenset[Value | None]
 
-    def mask(self, column: pa.ChunkedArray) -> np.ndarray:
-        """(rows,) bool mask of the values that meet the condition."""
+    def mask(self, table: pa.Table) -> np.ndarray:
+        """(rows,) bool mask of the rows that meet the condition."""
+        column = table.column(self.field)
         if self.operator in _BOUNDS:
-            met = _BOUNDS[self.operator](column, pa.scalar(self.values[0], column.type))
-        else:
-            # is_in hashes, and -0.0 hashes differently from 0.0
-            values = [*self.values, *(-v for v in self.values if isinstance(v, float) and v == 0)]
-            met = pc.is_in(column, pa.array(values, column.type))
-        here = np.asarray(pc.fill_null(met, False))
-        return ~here if self.operator in _NEGATIONS else here
+            met = _BOUNDS[self.operator](column, pa.scalar(*self.values, column.type))
+            return np.asarray(pc.fill_null(met, False))
+        here = _is_in(column, self.values)
+        return ~here if self.operator == "nin" else here
 
 
 @dataclass(frozen=True)
-class Filter:
-    """Conditions that must all hold, in a canonical order: equal filters compare equal and hash alike."""
+class Combination:
+    """Filters of which all must pass, or any. Sets, so that equal filters compare equal and hash alike."""
 
-    conditions: tuple[Condition, ...]
+    parts: frozenset["Filter"]
+    any: bool
 
     def mask(self, table: pa.Table) -> np.ndarray:
         """(rows,) bool mask of the rows that pass."""
-        return np.logical_and.reduce([c.mask(table.column(c.field)) for c in self.conditions])
+        combine = np.logical_or if self.any else np.logical_and
+        return combine.reduce([part.mask(table) for part in self.parts])
+
+
+Filter = Condition | Combination
+
+
+def _is_in(column: pa.ChunkedArray, values: frozenset[Value | None]) -> np.ndarray:
+    """(rows,) bool mask of the values in a set, and of the lists with an item in it."""
+    if not pa.types.is_list(column.type):
+        return np.asarray(pc.is_in(column, pa.array(list(values), column.type)))
+    ends = np.cumsum(pc.fill_null(pc.list_value_length(column), 0))
+    items = np.flatnonzero(_is_in(pc.list_flatten(column), values - {None}))
+    here = np.zeros(len(column), bool)
+    here[np.searchsorted(ends, items, side="right")] = True
+    return here | np.asarray(pc.is_null(column)) if None in values else here
 
 
 def parse(filter: Mapping[str, Any] | None, schema: Mapping[str, FieldType]) -> Filter | None:
     """Parse a filter and check it against the metadata columns of an index; None if it has no condition.
 
     Raises:
-        FilterError: an unknown field or operator, or a value of the wrong type.
+        FilterError: an unknown field or operator, a value of the wrong type, or more conditions, values or levels than allowed.
     """
-    if filter is None:
-        return None
-    if not isinstance(filter, Mapping):
-        raise FilterError(f"filter={_short(filter)}: must map fields to conditions, as in {{'year': {{'gte': 2020}}}}")
-    conditions = []
+    return None if filter is None or filter == {} else _filter("filter", filter, schema, [], 0)
+
+
+def _filter(where: str, filter: Any, schema: Mapping[str, FieldType], sizes: list[int], depth: int) -> Filter:
+    """Parse the filter at `where`. `sizes` collects the number of values of each condition."""
+    if not isinstance(filter, Mapping) or not filter:
+        raise FilterError(f"{where}={_short(filter)}: must map fields to conditions, as in {{'year': {{'gte': 2020}}}}")
+    parts: list[Filter] = []
     for field, written in filter.items():
-        if field not in schema:
-            valid = nearest(str(field), schema) if schema else "this index has no metadata columns"
-            raise FilterError(f"filter.{_short_name(field)}: unknown field; {valid}")
-        if written == {}:
-            raise FilterError(f"filter.{field}={{}}: no condition; give a value, or one of {', '.join(OPERATORS)}")
-        if not isinstance(written, Mapping):
-            conditions.append(_condition(f"filter.{field}={_short(written)}", field, schema[field], "eq", written))
-            continue
-        for operator, value in written.items():
-            where = f"filter.{field}.{_short_name(operator)}={_short(value)}"
-            conditions.append(_condition(where, field, schema[field], operator, value))
-    return Filter(tuple(sorted(conditions, key=lambda c: (c.field, c.operator)))) if conditions else None
+        at = f"{where}.{_short_name(field)}"
+        if field in _COMBINATIONS:
+            if depth == MAX_DEPTH:
+                raise FilterError(f"{at}: {depth} levels of $and and $or are allowed; write it with fewer")
+            if not isinstance(written, (list, tuple)) or not written:
+                raise FilterError(f"{at}={_short(written)}: must be a list of filters, as in [{{'year': 2020}}, ...]")
+            inner = [_filter(f"{at}.{n}", one, schema, sizes, depth + 1) for n, one in enumerate(written)]
+            parts.append(_joined(inner, field == "$or"))
+        elif field not in schema:
+            valid = nearest(str(field), [*schema, *_COMBINATIONS]) if schema else "this index has no metadata columns"
+            raise FilterError(f"{at}: unknown field; {valid}")
+        elif not isinstance(written, Mapping) or not written:
+            parts += _conditions(at, field, schema[field], "eq", written, sizes)
+        else:
+            for operator, value in written.items():
+                parts += _conditions(f"{at}.{_short_name(operator)}", field, schema[field], operator, value, sizes)
+    return _joined(parts, False)
+
+
+def _joined(parts: Iterable[Filter], any: bool) -> Filter:
+    """Combine filters in canonical form: no part combines in the same way, and one filter stays itself."""
+    sets = [part.parts if isinstance(part, Combination) and part.any == any else {part} for part in parts]
+    flat = frozenset[Filter]().union(*sets)
+    return next(iter(flat)) if len(flat) == 1 else Combination(flat, any)
 
 
 def typed(value: Any, kind: FieldType) -> Value:
@@ -129,11 +170,13 @@ def _converted(value: Any, kind: FieldType) -> Value | None:
     with contextlib.suppress(ValueError, OverflowError):  # an impossible date or character, or a number too large
         if kind == "number" and type(value) in (int, float):
             exact = math.isfinite(value) and float(value) == value  # a float cannot hold 2^53 + 1
-            return float(value) if exact else None
+            return float(value) + 0.0 if exact else None  # stores hash -0.0 differently from 0.0
         if kind == "date" and isinstance(value, str):
             day = date.fromisoformat(value)
             return day if day.isoformat() == value else None  # Python 3.11 accepts more formats than 3.10
         if kind == "datetime" and isinstance(value, str) and len(value) >= len("2024-05-31"):
+            if _FINER.search(value):
+                return None
             at = datetime.fromisoformat(value.replace("Z", "+00:00"))
             return at.astimezone(timezone.utc) if at.tzinfo else at.replace(tzinfo=timezone.utc)
         if kind == "strings" and isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -145,26 +188,34 @@ def _converted(value: Any, kind: FieldType) -> Value | None:
     return None
 
 
-def _condition(where: str, field: str, kind: FieldType, operator: Any, written: Any) -> Condition:
-    if operator not in OPERATORS:
-        raise FilterError(f"{where}: unknown operator; {nearest(str(operator), OPERATORS)}")
-    if operator in _BOUNDS and kind == "boolean":
-        raise FilterError(f"{where}: true and false have no order; use eq or ne")
-    if kind == "strings":
-        raise FilterError(f"{where}: {field} is a list of strings, which a filter cannot compare; leave it out")
-    if operator in ("in", "nin"):
-        if not isinstance(written, (list, tuple)):
-            fault = f"{where}: must be a list of values; for one value use {'eq' if operator == 'in' else 'ne'}"
-            raise FilterError(fault)
-        if not written:
-            raise FilterError(f"{where}: an empty list; give at least one value, or leave the condition out")
-    else:
-        written = [written]
+def _conditions(
+    where: str, field: str, kind: FieldType, operator: Any, written: Any, sizes: list[int]
+) -> list[Condition]:
+    """Parse one condition; each value of `all` becomes one."""
+    where += f"={_short(written)}"
+    valid = ["eq", "ne", "in", "nin", *(["all"] if kind == "strings" else [] if kind == "boolean" else _BOUNDS)]
+    if operator not in valid:
+        raise FilterError(f"{where}: no operator for {field}, of type {kind}; {nearest(str(operator), valid)}")
+    is_list, takes_list = isinstance(written, (list, tuple)), operator in ("in", "nin", "all")
+    if is_list != takes_list or (is_list and not written):
+        wanted = (
+            "a list of at least one value; eq and ne take one value" if takes_list else "one value; in takes a list"
+        )
+        raise FilterError(f"{where}: must be {wanted}")
+    given = written if takes_list else [written]
+    sizes += [1] * len(given) if operator == "all" else [len(given)]
+    if len(sizes) > MAX_CONDITIONS or sum(sizes) > MAX_VALUES:
+        fault = f"a filter has at most {MAX_CONDITIONS} conditions and {MAX_VALUES:,} values"
+        raise FilterError(f"{where}: {fault}; give the values of a field in one list, or search several times")
+    item: FieldType = "string" if kind == "strings" else kind
+    nullable = operator in ("eq", "ne", "in", "nin")
     try:
-        values = {typed(value, kind) for value in written}
+        values = {None if value is None and nullable else typed(value, item) for value in given}
     except ValueError as error:
         raise FilterError(f"{where}: {field} is of type {kind}, its values {error}") from None
-    return Condition(field, operator, tuple(sorted(values)))
+    name = {"eq": "in", "all": "in", "ne": "nin"}.get(operator, operator)
+    groups = [{value} for value in values] if operator == "all" else [values]
+    return [Condition(field, kind, name, frozenset(group)) for group in groups]
 
 
 def _short(value: Any) -> str:

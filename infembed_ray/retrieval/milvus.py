@@ -27,7 +27,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.redaction import holds_credentials, where_they_belong
 from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import ScoreQuery
-from infembed_ray.retrieval.filters import Condition, Filter, Value
+from infembed_ray.retrieval.filters import Combination, Filter, Value
 from infembed_ray.retrieval.shards import Hit
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeError, Put, require_fitting, typed_metadata
 from infembed_ray.retrieval.versions import IndexFacts, IndexVersion
@@ -312,19 +312,19 @@ class MilvusStore:
 
 def expression(filter: Filter) -> str:
     """The expression of Milvus that lets through what `Filter.mask` does."""
-    return " and ".join(f"({_condition(condition)})" for condition in filter.conditions)
-
-
-def _condition(condition: Condition) -> str:
-    field, literals = PREFIX + condition.field, [_literal(value) for value in condition.values]
-    if condition.operator in _OPERATORS:
-        return f"{field} {_OPERATORS[condition.operator]} {literals[0]}"
-    # Lite hashes, and -0.0 hashes differently from 0.0.
-    literals += [_literal(-value) for value in condition.values if isinstance(value, float) and value == 0]
+    if isinstance(filter, Combination):
+        return (" or " if filter.any else " and ").join(f"({expression(part)})" for part in filter.parts)
+    field, negated = PREFIX + filter.field, filter.operator == "nin"
+    literals = [_literal(value) for value in filter.values if value is not None]
+    if filter.operator in _OPERATORS:
+        return f"{field} {_OPERATORS[filter.operator]} {literals[0]}"
     listed = f"[{', '.join(literals)}]"
-    if condition.operator in ("eq", "in"):
-        return f"{field} in {listed}"
-    return f"{field} is null or {field} not in {listed}"  # a comparison with null is false
+    test = f"json_contains_any({field}, {listed})" if filter.kind == "strings" else f"{field} in {listed}"
+    tests = [f"not ({test})" if negated else test] if literals else []
+    # Versions of Milvus differ in the negation of a comparison with null.
+    if (None in filter.values) == negated:
+        return " and ".join([f"{field} is not null", *tests])
+    return " or ".join([f"{field} is null", *tests])
 
 
 def _any_of(ids: Sequence[str]) -> str:
@@ -353,7 +353,8 @@ def _entity(
     entity: dict[str, Any] = {_ID: id, _TEXT: text}
     entity |= {PREFIX + c: _stored(v) for c, v in metadata.items()}
     for field, value in entity.items():
-        if isinstance(value, str) and (size := len(value.encode())) > MAX_BYTES:
+        text = json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+        if isinstance(text, str) and (size := len(text.encode())) > MAX_BYTES:
             raise fault(
                 f"document {id[:80]!r}: its {field.removeprefix(PREFIX)} has {size} bytes, Milvus stores {MAX_BYTES}; "
                 "split the document"

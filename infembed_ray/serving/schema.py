@@ -129,10 +129,11 @@ Filter = Annotated[
     WithJsonSchema(
         {
             "type": "object",
+            "properties": {name: {"type": "array", "items": {"type": "object"}} for name in ("$and", "$or")},
             "additionalProperties": {
                 "anyOf": [
-                    {"type": ["string", "number", "boolean"]},
-                    {"type": "object", "description": "gt, gte, lt, lte, eq, ne, in or nin -> value or values"},
+                    {"type": ["string", "number", "boolean", "null"]},
+                    {"type": "object", "description": "eq, ne, gt, gte, lt, lte, in, nin or all -> value or values"},
                 ]
             },
         }
@@ -150,8 +151,8 @@ class SearchRequest(RequestBody):
     top_k: Annotated[StrictInt, Field(ge=1, le=MAX_TOP_K)] = Field(10, description="largest number of hits")
     filter: Filter | None = Field(
         None,
-        description="conditions on metadata fields (GET /v1/models lists them); every hit satisfies all of them",
-        examples=[{"year": {"gte": 2020, "lt": 2024}, "language": {"in": ["en", "de"]}, "draft": False}],
+        description="conditions on metadata fields (GET /v1/models lists them), and filters in `$or` and `$and`; every hit passes",
+        examples=[{"year": {"gte": 2020}, "tags": {"all": ["flu"]}, "$or": [{"draft": None}, {"draft": False}]}],
     )
     min_sequence: Annotated[StrictInt, Field(ge=0)] = Field(
         0,
@@ -283,7 +284,7 @@ class NewDocument(RequestBody):
         WithJsonSchema(
             {
                 "type": "object",
-                "additionalProperties": {"type": ["string", "integer", "number", "boolean", "null"]},
+                "additionalProperties": {"type": ["string", "integer", "number", "boolean", "array", "null"]},
             }
         ),
     ] = Field(

@@ -22,7 +22,7 @@ from infembed_ray.mining import distributed as mining
 from infembed_ray.modeling import graphs, pipeline
 from infembed_ray.planning import memory
 from infembed_ray.quickstart import sample
-from infembed_ray.retrieval import corpus, faiss_index, milvus
+from infembed_ray.retrieval import corpus, faiss_index, filters, milvus
 from infembed_ray.serving import edge, explaining, schema, supervisor
 from infembed_ray.serving.encoder import batching, engine
 from infembed_ray.serving.http import errors
@@ -123,6 +123,8 @@ FACTS = [
     fact("docs/guides/index-a-corpus.md", f"fewer than {faiss_index.EXACT_BELOW:,} passages"),
     fact("docs/guides/index-a-corpus.md", f"a recall@10 of {faiss_index.AIM:g} against"),
     fact("docs/guides/index-a-corpus.md", f"{blue_green.FULL} times `compact_at`"),
+    fact("docs/guides/index-a-corpus.md", f"at most {filters.MAX_CONDITIONS} conditions"),
+    fact("docs/guides/index-a-corpus.md", f"{filters.MAX_VALUES:,} values, and {filters.MAX_DEPTH} levels"),
     fact("docs/guides/instructions.md", f"the best {blue_green.HYBRID_DEPTH} passages of every shard"),
     fact("docs/guides/instructions.md", f"more than {validation.MAX_NDCG_LOSS:g} of nDCG@10"),
     fact("docs/guides/instructions.md", "0, 0.1, 0.2, 0.3, 0.4 and 0.6"),

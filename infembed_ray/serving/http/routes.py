@@ -17,6 +17,7 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from infembed_ray.config.serving import DEFAULT_COLLECTION
 from infembed_ray.modeling.formats import Question
 from infembed_ray.retrieval import filters
+from infembed_ray.retrieval.updates.write_ahead_log import typed_metadata
 from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import Embedded
 from infembed_ray.serving.http.auth import ALLOWED
@@ -139,10 +140,9 @@ def add_collection_routes(api: APIRouter, collections: Collections) -> None:
     async def put_documents(body: schema.PutRequest, request: Request) -> Response:
         """Add documents, or replace those with the same ids. Durable when answered, searchable within a second."""
         service = _writable(collections.of(request))
-        documents = [
-            Document(new.id, new.text, _checked_metadata(new.metadata, service.card, f"documents.{i}.metadata"))
-            for i, new in enumerate(body.documents)
-        ]
+        for new in body.documents:
+            typed_metadata(new.id, new.metadata, service.card.metadata)  # raises before anything is encoded
+        documents = [Document(new.id, new.text, new.metadata) for new in body.documents]
         sequence = await service.put(documents)
         return json_response(schema.ChangeResponse(object="documents.put", count=len(documents), sequence=sequence))
 
@@ -273,17 +273,3 @@ async def _embeddings_json(embedded: Embedded, model: str, request: schema.Embed
             await asyncio.sleep(0)
     end = b'"model":%s,"usage":{"prompt_tokens":%d,"total_tokens":%d}'
     return b'{"object":"list","data":[%s],' % b",".join(data) + end % (to_json(model), *[embedded.tokens] * 2) + b"}"
-
-
-def _checked_metadata(metadata: dict[str, Any], card: schema.Model, where: str) -> dict[str, schema.Metadata]:
-    """Return a document's metadata; HttpError if a field or a type is not the index's."""
-    for field, value in metadata.items():
-        if field not in card.metadata:
-            fields = f"the index has {', '.join(card.metadata)}" if card.metadata else "the index has none"
-            raise HttpError(400, f"{where}: no field {field!r}; {fields}", param="documents")
-        if value is not None:
-            try:
-                filters.typed(value, card.metadata[field])
-            except ValueError as error:
-                raise HttpError(400, f"{where}.{field}: {error}", param="documents") from None
-    return metadata

@@ -8,18 +8,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from infembed_ray.retrieval.answers import Behind, ScoreQuery, ShardAnswer, ShardQuery, merge, nearest
-from infembed_ray.retrieval.filters import FilterError
-from infembed_ray.retrieval.shards import Hit, shard_of
+from infembed_ray.retrieval.filters import FilterError, typed
+from infembed_ray.retrieval.shards import Hit, Shard, shard_of
 from infembed_ray.retrieval.updates import live_shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, Put
 from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, open_live, write_shards
+from tests.retrieval.test_filters import FILTERS, SCHEMA, answers, many_rows
 from tests.retrieval.vectors import unit_vectors
+from tests.support.shards import write_shard
 
 IDS = st.sampled_from([f"{n}é" for n in range(12)])
 YEARS = st.none() | st.integers(2018, 2022)
@@ -219,6 +221,28 @@ def test_graphs_and_lists_return_no_tombstone_and_keep_their_recall(tmp_path: Pa
                 np.testing.assert_allclose(hit.score, exact[row, ids.index(hit.id)], atol=1e-5)
             recall.append(len(best & {hit.id for hit in hits}) / 10)
         assert np.mean(recall) >= 0.95
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck), deadline=None)
+@given(written=FILTERS)
+@pytest.mark.integration
+def test_a_filter_lets_through_what_plain_python_does(all_types: LiveShard, written: dict[str, Any]) -> None:
+    (answer,) = all_types.search_many([ShardQuery(unit_vectors(1, 2), 100, written)])
+    assert not isinstance(answer, Exception)
+    assert {hit.id: hit.metadata for hit in answer.hits[0]} == answers(written)
+
+
+@pytest.fixture(scope="module")
+def all_types(tmp_path_factory: pytest.TempPathFactory) -> LiveShard:
+    """Passages with values of each type, two thirds of them put after the build."""
+    rows, vectors, root = many_rows(), unit_vectors(90, 2), tmp_path_factory.mktemp("all_types")
+    columns = {f: [None if row[f] is None else typed(row[f], kind) for row in rows[:60]] for f, kind in SCHEMA.items()}
+    facts = write_shard(
+        root / "shard-00000", [row["id"] for row in rows[:60]], ["t"] * 60, vectors[:60], columns, SCHEMA
+    )
+    log = ChangeLog(root / "changes", SCHEMA, 2)
+    log.append([Put(row["id"], "t", vectors[0], {f: row[f] for f in SCHEMA}) for row in rows[30:]])
+    return LiveShard(Shard.open(root, facts), log, 0, 0)
 
 
 def test_equal_scores_come_by_id_descending_from_base_and_changes_alike(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ def test_an_invalid_embeddings_request_gets_the_field_and_the_reason(
         ({"query": "q", "filter": {"yeer": 1}}, "filter"),
         ({"query": "q", "filter": {"year": {"gte": "x"}}}, "filter"),
         ({"query": "q", "filter": []}, "filter"),
+        ({"query": "q", "filter": json.loads('{"$or": [' * 50 + '{"year": 1}' + "]}" * 50)}, "filter"),
+        ({"query": "q", "filter": {"$or": [{"year": 1}] * 1000}}, "filter"),
         ({"query": "q", "exclude": True}, "exclude"),  # a field of 0.3
         ({"query": "q", "hybrid": 1.5}, "hybrid"),
         ({"query": "q", "hybrid": True}, "hybrid"),

@@ -136,7 +136,7 @@ def test_an_explanation_has_the_phrases_and_the_passages_of_both_rankings(client
 
 
 def test_a_filter_selects_hits_by_their_metadata(client: TestClient) -> None:
-    condition = {"year": {"gte": 2021, "lt": 2024}, "language": "en"}
+    condition = {"$or": [{"year": {"gte": 2021, "lt": 2024}, "language": "en"}, {"draft": {"ne": None}}]}
     hits = client.post("/v1/search", json={"query": "q", "filter": condition}).json()["hits"]
     assert {hit["id"]: hit["metadata"] for hit in hits} == {
         "p1": {"year": 2021, "language": "en"},
@@ -205,25 +205,25 @@ def test_a_bulk_delete_ignores_unknown_ids() -> None:
 @pytest.mark.parametrize(
     ("document", "fault"),
     [
-        ({"id": ""}, "id: "),
-        ({"id": "x" * 1001}, "id: "),
-        ({"text": " "}, "text: must not be empty"),
-        ({"text": "x" * (schema.MAX_CHARACTERS + 1)}, "text: "),
-        ({"title": "x"}, "title: no such field"),
-        ({"metadata": []}, "metadata: "),
-        ({"metadata": {"yeer": 1}}, "metadata: no field 'yeer'; the index has year"),
-        ({"metadata": {"year": True}}, "metadata.year: must be a whole number"),
-        ({"metadata": {"year": 2**63}}, "metadata.year: must be a whole number"),
-        ({"metadata": {"rating": float("nan")}}, "metadata.rating: must be a finite number"),
-        ({"metadata": {"draft": 0}}, "metadata.draft: must be true or false"),
-        ({"metadata": {"day": "31.5.2021"}}, "metadata.day: must be a date"),
+        ({"id": ""}, "documents.1.id: "),
+        ({"id": "x" * 1001}, "documents.1.id: "),
+        ({"text": " "}, "documents.1.text: must not be empty"),
+        ({"text": "x" * (schema.MAX_CHARACTERS + 1)}, "documents.1.text: "),
+        ({"title": "x"}, "documents.1.title: no such field"),
+        ({"metadata": []}, "documents.1.metadata: "),
+        ({"metadata": {"yeer": 1}}, "document 'a': metadata 'yeer' is no column of the index; did you mean year?"),
+        ({"metadata": {"year": True}}, "metadata 'year'=True must be a whole number"),
+        ({"metadata": {"year": 2**63}}, "metadata 'year'=9223372036854775808 must be a whole number"),
+        ({"metadata": {"rating": float("nan")}}, "metadata 'rating'=nan must be a finite number"),
+        ({"metadata": {"draft": 0}}, "metadata 'draft'=0 must be true or false"),
+        ({"metadata": {"day": "31.5.2021"}}, "metadata 'day'='31.5.2021' must be a date"),
     ],
 )
 def test_an_invalid_document_is_rejected_and_changes_nothing(document: Any, fault: str) -> None:
     service = DebugService()
     body = json.dumps({"documents": [{"id": "fine", "text": "t"}, {"id": "a", "text": "t", **document}]})
     error = refused(client_of(make_app(service)).put("/v1/documents", content=body, headers=JSON), 400)
-    assert f"documents.1.{fault}" in error["message"]
+    assert fault in error["message"]
     assert error["param"] == "documents"
     assert service.sequence == 0
 

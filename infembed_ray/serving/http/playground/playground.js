@@ -146,7 +146,8 @@ function present(card) {
   }));
 }
 
-const EXAMPLES = { string: "", integer: 0, number: 0, boolean: true, date: new Date().toISOString().slice(0, 10) };
+const NOW = new Date().toISOString();
+const EXAMPLES = { string: "", integer: 0, number: 0, boolean: true, date: NOW.slice(0, 10), datetime: NOW };
 
 /** Begin a condition on a field: in the filter, with the value selected that is to be typed. */
 function beginCondition(name, type) {
