@@ -55,10 +55,10 @@ class ServeSettings(Settings):
     api_keys_file: str | None = Field(None, description="file of hashed API keys that `infembed serve key` writes")
     ha_proxy: bool = Field(
         False,
-        description="put HAProxy before the ingress: 2.1 times the plain searches in a second, 1.3 times the instructed ones; it listens on all interfaces",
+        description="use HAProxy as the proxy: 2.1 times as many plain searches per second, 1.3 times as many with instructions; its statistics listen on all interfaces",
     )
     ingress_replicas: int = Field(1, ge=1, description="replicas of the HTTP API")
-    encoder_replicas: int = Field(1, ge=1, description="replicas of the encoder; with autoscaling, the smallest number")
+    encoder_replicas: int = Field(1, ge=1, description="replicas of the encoder; with autoscaling, the minimum")
     max_encoder_replicas: int | None = Field(
         None, ge=1, description="autoscale the encoder up to this number of replicas; null: no autoscaling"
     )
@@ -75,7 +75,7 @@ class ServeSettings(Settings):
     compact_at: int | None = Field(
         10_000,
         ge=1,
-        description="documents changed per shard at which the API compacts the index and switches; null: never; five times as many are refused with 507",
+        description="number of changed documents per shard at which the API compacts the index and serves the new version; at five times this number, further documents are rejected with 507; null: never compact",
     )
     ranking: RankingSettings = Field(RankingSettings(), description="how searches are scored")
     probes: str | None = runtime_field(

@@ -44,9 +44,9 @@ class SynthesizeSettings(RowSettings):
         0.1,
         ge=0,
         le=1,
-        description="largest share of the seeds that may become dead letters; with more, the run publishes nothing and exits with status 2",
+        description="maximum share of the seeds that may become dead letters; with more, the run publishes nothing and exits with status 2",
     )
-    distractors: int = Field(4, ge=0, description="random passages shown to the judge beside the three candidates")
+    distractors: int = Field(4, ge=0, description="random passages that the judge sees with the three candidates")
     seed: int = Field(0, description="random seed of the distractors and of the order of the candidates")
     complement: bool = Field(False, description="also write an instruction that makes the hard negative the positive")
     shared_prefix: bool = Field(
@@ -54,5 +54,5 @@ class SynthesizeSettings(RowSettings):
         description="put the texts that a row's requests share first, and show the judge one lineup in all scenarios: prompts "
         "that a prefix cache holds. These are other requests, so a journal without it does not answer them",
     )
-    in_flight: int = runtime_field(64, ge=1, description="most requests in flight per actor")
+    in_flight: int = runtime_field(64, ge=1, description="maximum requests in flight per actor")
     actors: int = runtime_field(1, ge=1, description="synthesis actors")
