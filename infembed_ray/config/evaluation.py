@@ -193,8 +193,8 @@ class EvaluateSettings(RowSettings):
     split: str | None = Field(None, description="only records whose column `split` has this value")
     ignore_identical_ids: bool | None = runtime_field(  # part of the tasks' contents
         None,
-        description="leave out of a ranking the document with the query's own id; null: of ArguAna and the other data sets "
-        "of the hub for which mteb does so",
+        description="leave out of a ranking the document with the query's id; null: only for ArguAna and the other data "
+        "sets of the hub for which mteb does so",
     )
     distractors: InputPath | None = runtime_field(None, description="irrelevant passages: id, and passage or text")
     max_distractors: int = Field(1000, ge=0, description="distractors to add to the corpus, from the first")

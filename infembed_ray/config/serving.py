@@ -36,7 +36,7 @@ class RerankSettings(Settings):
     )
     depth: int = Field(50, ge=1, le=1000, description="first hits of every query to re-rank")
     budget_ms: float = Field(
-        1000.0, gt=0, description="milliseconds for re-ranking a search; after them, the retrieval's order is answered"
+        1000.0, gt=0, description="milliseconds until a search is answered in the retrieval's order, without re-ranking"
     )
     replicas: int = Field(1, ge=1, description="replicas of the reranker, with the CPUs and GPUs of the encoder's")
 
@@ -83,10 +83,10 @@ class ServeSettings(Settings):
         description="file of queries with their relevant passages (query, instruction, relevant, changed_instruction, changed_relevant) that a new release must answer as well as the current one before it takes over; null: none",
     )
     max_ndcg_drop: float = runtime_field(
-        1.0, ge=0, description="nDCG@10 (x100) on the probes that a new release may lose against the current one"
+        1.0, ge=0, description="maximum loss of nDCG@10 (x100) on the probes, against the current release"
     )
     max_p_mrr_drop: float = runtime_field(
-        2.0, ge=0, description="p-MRR (x100) on the probes that a new release may lose against the current one"
+        2.0, ge=0, description="maximum loss of p-MRR (x100) on the probes, against the current release"
     )
     rerank: RerankSettings | None = Field(None, description="re-ranking of the first hits; null: none")
     config_file: str | None = runtime_field(None, description="write this file for `serve deploy` and start nothing")

@@ -171,9 +171,9 @@ def stream(
         path: a file, a glob, a directory with `records.parquet`, or a directory of data files in the layout of `datasets`
             and the Hugging Face hub; in an object store they are read in place.
         row: `Seed`, `Record` or `Passage`.
-        columns: our column name -> the name in the file.
+        columns: field of the row -> its name in the file.
         split: keep only rows of this split; a row without one has the split in its file's name.
-        bad: takes the rows that cannot be used.
+        bad: collects the rows that cannot be used.
 
     Raises:
         InputError: no such file, unknown format, missing column, no rows; or after the last row, some cannot be used.
