@@ -199,7 +199,7 @@ def recipes() -> str:
     from infembed_ray.storage.dry_run import GIB
 
     lines = [
-        "| recipe | parameters | settings | GiB a GPU on 1, 2, 4 nodes | tokens a step | tokens/s | h, 2 epochs |",
+        "| recipe | parameters | settings | GiB per GPU on 1, 2, 4 nodes | tokens per step | tokens/s | h, 2 epochs |",
         "|---|---:|---|---:|---:|---:|---:|",
     ]
     paths = sorted(path for path in RECIPES.glob("*.yaml") if not path.stem.startswith(("table", "evaluate", "report")))

@@ -37,8 +37,8 @@ def load_records(path: str | Path, split: str | None = None) -> list[Record]:
     ```
 
     Args:
-        path: of the file, the directory or the output; or a URI.
-        split: take only the records of this split; None: all.
+        path: path or URI of the file, the directory or the output.
+        split: load only the records of this split; None: all.
 
     Returns:
         The records in the order of their files.
@@ -64,7 +64,7 @@ def synthesize(settings: SynthesizeSettings | Mapping[str, Any] | None = None, /
     ```
 
     Args:
-        settings, keywords: `SynthesizeSettings` or their values; keywords win.
+        settings, keywords: values of `SynthesizeSettings`; a keyword replaces the value in `settings`.
 
     Returns:
         The output, with `records.parquet`; `manifest["counts"]` counts seeds by outcome.
@@ -88,7 +88,7 @@ def train(settings: TrainSettings | Mapping[str, Any] | None = None, /, **keywor
     ```
 
     Args:
-        settings, keywords: `TrainSettings` or their values; keywords win.
+        settings, keywords: values of `TrainSettings`; a keyword replaces the value in `settings`.
 
     Returns:
         The output, with the checkpoint at its `address`.
@@ -111,7 +111,7 @@ def evaluate(settings: EvaluateSettings | Mapping[str, Any] | None = None, /, **
     ```
 
     Args:
-        settings, keywords: `EvaluateSettings` or their values; keywords win.
+        settings, keywords: values of `EvaluateSettings`; a keyword replaces the value in `settings`.
 
     Returns:
         The output, with `table.md`, `report.html` and the runs.
@@ -133,7 +133,7 @@ def build_index(settings: IndexSettings | Mapping[str, Any] | None = None, /, **
     ```
 
     Args:
-        settings, keywords: `IndexSettings` or their values; keywords win.
+        settings, keywords: values of `IndexSettings`; a keyword replaces the value in `settings`.
 
     Returns:
         The output, with the index that `Index.open` opens.

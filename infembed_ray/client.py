@@ -154,13 +154,13 @@ def _embed(
 
     Args:
         texts: at most 2,048.
-        instruction: what the query asks for besides its topic; makes every text a query.
+        instruction: conditions besides the topic; makes every text a query.
         input_type: None means "query" with an instruction, else "passage".
-        dimensions: keep this many components and normalise again; None keeps all.
+        dimensions: keep this many leading components and normalise again; None keeps all.
         model: must be the name of the served model, if given.
 
     Returns:
-        The vectors, in the order of the texts.
+        The unit vectors, (texts, dimensions) float32, in the order of the texts.
 
     Raises:
         ApiError: the server rejects the request.
@@ -197,15 +197,18 @@ def _search(
 
     Args:
         query: the topic.
-        instruction: what the query asks for besides its topic.
+        instruction: conditions besides the topic.
         top_k: maximum number of hits, up to 1,000.
         filter: conditions on metadata fields, such as `{"year": {"gte": 2020}, "language": "en"}`.
-        hybrid: share of BM25 in the score, 0 to 1; None: as the server is set.
+        hybrid: share of BM25 in the score, 0 to 1; None: the server's default.
         min_sequence: wait until the answer includes the change with this sequence number, which `put` or `delete` returned.
         rerank: re-rank the first hits by the server's reranker; None: the server's default.
         model: must be the name of the served model, if given.
         collection: name of the collection; None means the default one.
-        explain: say what the instruction did to each hit, and which of its phrases did it; for at most 20 hits.
+        explain: also return the effect of the instruction and of each of its phrases on every hit; for at most 20 hits.
+
+    Returns:
+        The hits, best first, with the index version and the last change that they include. `notes` names what the answer lacks.
 
     Raises:
         ApiError, Unreachable: as `embed`.
@@ -234,12 +237,12 @@ def _put(documents: Iterable[Document], *, collection: str | None = None) -> _Re
 
 
 def _delete(ids: Iterable[str], *, collection: str | None = None) -> _Request[int]:
-    """Delete at most 1,000 documents; unknown ids are allowed. Returns the sequence number, as `put` does."""
+    """Delete at most 1,000 documents; unknown ids are allowed. `collection`, result and errors are as of `put`."""
     return _Request("DELETE", _path("documents", collection), lambda body: int(body["sequence"]), {"ids": list(ids)})
 
 
 def _document(id: str, *, collection: str | None = None) -> _Request[Document | None]:
-    """Get a document as it is now; None if there is none with this id."""
+    """Get a document as it is now, with all changes; None if no document has this id. Raises as `embed`."""
     path = f"{_path('documents', collection)}/{_quoted(id)}"
     return _Request(
         "GET",
@@ -250,12 +253,12 @@ def _document(id: str, *, collection: str | None = None) -> _Request[Document | 
 
 
 def _models() -> _Request[list[Model]]:
-    """List the served models; the API serves one, or several if collections were built by several."""
+    """List the served models: one, or several if several encoders built the collections. Raises as `embed`."""
     return _Request("GET", "/v1/models", lambda body: list(map(Model.model_validate, body["data"])))
 
 
 def _collections() -> _Request[list[Collection]]:
-    """List the collections that the key may use, the default one first."""
+    """List the collections that the key may use, the default one first. Raises as `embed`."""
     return _Request("GET", "/v1/collections", lambda body: list(map(Collection.model_validate, body["data"])))
 
 
@@ -318,15 +321,20 @@ class Client:
     """Blocking client; threads may share it.
 
     ```python
+    from infembed_ray.client import Client, Document
+
     with Client("http://127.0.0.1:8000") as client:
-        for hit in client.search("diabetes", "Only guidelines written for clinicians.", top_k=3).hits:
+        change = client.put([Document("dose", "Adults: 500 mg twice a day.")])
+        answer = client.search("diabetes", "Only guidelines written for clinicians.", top_k=3, min_sequence=change)
+        for hit in answer.hits:
             print(hit.score, hit.text)
+        client.delete(["dose"])
     ```
 
     Args:
-        base_url: of the server; `/v1` at its end is left out.
+        base_url: address of the server, with or without `/v1`.
         api_key: None reads the environment variable INFEMBED_API_KEY, if it is set.
-        timeout_s: of a call with all its attempts.
+        timeout_s: seconds of a call with all its attempts.
         transport: another way to reach the server, for tests.
     """
 

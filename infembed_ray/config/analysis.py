@@ -27,7 +27,7 @@ class AgreementSettings(Settings):
         "with instruction, query and passages, as annotate=100 writes it",
     )
     raters: dict[str, ChatModel] = Field({}, description="label -> LLM that answers the items")
-    endpoint: Endpoint = runtime_field(Endpoint(), description="serves the models")
+    endpoint: Endpoint = runtime_field(Endpoint(), description="API of the models")
     limits: Limits = runtime_field(Limits(), description="of all LLM raters together")
 
 

@@ -152,7 +152,7 @@ class GateSettings(Settings):
     """
 
     tolerance: float = Field(
-        1.0, ge=0, description="most that either quality, and its move by a paraphrase, may be below the base's"
+        1.0, ge=0, description="maximum loss against the base: quality, its change by a paraphrase, reversed pairs"
     )
     foreign_share: float = Field(
         30.0,
@@ -172,7 +172,7 @@ class EvaluateSettings(RowSettings):
     measures: tuple[str, ...] = runtime_field(  # the tasks' figures are part of their contents
         (),
         description="measures by ir_measures' names (nDCG@10, P@5, RR, bpref): further figures of published tasks and "
-        "records; of other collections the figures beside p-MRR and Robustness@10",
+        "records; for other collections they replace all figures but p-MRR and Robustness@10",
     )
     data: InputPath | None = runtime_field(
         None,
@@ -193,8 +193,8 @@ class EvaluateSettings(RowSettings):
     split: str | None = Field(None, description="only records whose column `split` has this value")
     ignore_identical_ids: bool | None = runtime_field(  # part of the tasks' contents
         None,
-        description="leave out of a ranking the document with the query's own id; null: of ArguAna and the other data sets "
-        "of the hub for which mteb does so",
+        description="leave out of a ranking the document with the query's id; null: only for ArguAna and the other data "
+        "sets of the hub for which mteb does so",
     )
     distractors: InputPath | None = runtime_field(None, description="irrelevant passages: id, and passage or text")
     max_distractors: int = Field(1000, ge=0, description="distractors to add to the corpus, from the first")
@@ -217,7 +217,7 @@ class EvaluateSettings(RowSettings):
 
 
 class ReportSettings(Settings):
-    """`infembed report`: the paper's tables and figures from published results, beside the paper's own numbers."""
+    """`infembed report`: the paper's tables and figures from published results, next to the paper's numbers."""
 
     results: dict[str, InputPath] = runtime_field(description="label -> output of `infembed evaluate` or `sweep`")
     output: str = runtime_field(description="directory for the published report")

@@ -58,7 +58,7 @@ class Limits(Settings):
     requests_per_minute: int | None = runtime_field(None, ge=1, description="requests sent, answered or not")
     tokens_per_minute: int | None = runtime_field(None, ge=1, description="tokens of prompts and answers")
     budget_usd: float | None = runtime_field(
-        None, ge=0, description="most USD at list prices over all runs on this journal; the run ends when it is used up"
+        None, ge=0, description="maximum USD at list prices, over all runs on this journal; when spent, the run ends"
     )
     window_s: float = runtime_field(60.0, gt=0, description="seconds of the sliding windows of the limits per minute")
 

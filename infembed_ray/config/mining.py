@@ -10,7 +10,7 @@ class MineSettings(RowSettings):
     """`infembed mine`: hard negatives from an index for training tuples or InF-IR records."""
 
     records: RecordsPath = runtime_field(description="training tuples or InF-IR records: file, directory or output")
-    columns: dict[str, str | tuple[str, ...]] = Field({}, description="our column -> its name in the files, or several")
+    columns: dict[str, str | tuple[str, ...]] = Field({}, description="field -> its column in the files, or several")
     index: IndexPath = runtime_field(description="output of `infembed index`: passages to mine, and the encoder")
     output: str = runtime_field(description="directory or object-store URI of the published tuples")
     negatives: int = Field(7, ge=1, description="mined negatives per tuple; its own ones stay, before them")

@@ -36,7 +36,7 @@ class RerankSettings(Settings):
     )
     depth: int = Field(50, ge=1, le=1000, description="first hits of every query to re-rank")
     budget_ms: float = Field(
-        1000.0, gt=0, description="milliseconds for re-ranking a search; after them, the retrieval's order is answered"
+        1000.0, gt=0, description="milliseconds until a search is answered in the retrieval's order, without re-ranking"
     )
     replicas: int = Field(1, ge=1, description="replicas of the reranker, with the CPUs and GPUs of the encoder's")
 
@@ -55,10 +55,10 @@ class ServeSettings(Settings):
     api_keys_file: str | None = Field(None, description="file of hashed API keys that `infembed serve key` writes")
     ha_proxy: bool = Field(
         False,
-        description="put HAProxy before the ingress: 2.1 times the plain searches in a second, 1.3 times the instructed ones; it listens on all interfaces",
+        description="use HAProxy as the proxy: 2.1 times as many plain searches per second, 1.3 times as many with instructions; its statistics listen on all interfaces",
     )
     ingress_replicas: int = Field(1, ge=1, description="replicas of the HTTP API")
-    encoder_replicas: int = Field(1, ge=1, description="replicas of the encoder; with autoscaling, the smallest number")
+    encoder_replicas: int = Field(1, ge=1, description="replicas of the encoder; with autoscaling, the minimum")
     max_encoder_replicas: int | None = Field(
         None, ge=1, description="autoscale the encoder up to this number of replicas; null: no autoscaling"
     )
@@ -75,7 +75,7 @@ class ServeSettings(Settings):
     compact_at: int | None = Field(
         10_000,
         ge=1,
-        description="documents changed per shard at which the API compacts the index and switches; null: never; five times as many are refused with 507",
+        description="number of changed documents per shard at which the API compacts the index and serves the new version; at five times this number, further documents are rejected with 507; null: never compact",
     )
     ranking: RankingSettings = Field(RankingSettings(), description="how searches are scored")
     probes: str | None = runtime_field(
@@ -83,10 +83,10 @@ class ServeSettings(Settings):
         description="file of queries with their relevant passages (query, instruction, relevant, changed_instruction, changed_relevant) that a new release must answer as well as the current one before it takes over; null: none",
     )
     max_ndcg_drop: float = runtime_field(
-        1.0, ge=0, description="nDCG@10 (x100) on the probes that a new release may lose against the current one"
+        1.0, ge=0, description="maximum loss of nDCG@10 (x100) on the probes, against the current release"
     )
     max_p_mrr_drop: float = runtime_field(
-        2.0, ge=0, description="p-MRR (x100) on the probes that a new release may lose against the current one"
+        2.0, ge=0, description="maximum loss of p-MRR (x100) on the probes, against the current release"
     )
     rerank: RerankSettings | None = Field(None, description="re-ranking of the first hits; null: none")
     config_file: str | None = runtime_field(None, description="write this file for `serve deploy` and start nothing")

@@ -27,7 +27,7 @@ class Lora(Settings):
 class Distillation(Settings):
     """Training on a teacher's scores of hard negatives, by the divergence of the softmax over the candidates."""
 
-    weight: float = Field(0.5, gt=0, le=1, description="share of the loss; the objective has the rest, at 1 none")
+    weight: float = Field(0.5, gt=0, le=1, description="share of the loss; the objective has the rest")
     teacher_temperature: float = Field(1.0, gt=0, description="divisor of the teacher's scores")
 
 
@@ -35,7 +35,7 @@ class Source(Settings):
     """One of several sources of training data."""
 
     path: InputPath = runtime_field(description="InF-IR records or training tuples: file, directory or output")
-    columns: dict[str, str | tuple[str, ...]] = Field({}, description="our column -> its name in the files, or several")
+    columns: dict[str, str | tuple[str, ...]] = Field({}, description="field -> its column in the files, or several")
     split: str | None = Field(None, description="use only rows of this split, by the column `split` or the file")
 
 
@@ -46,7 +46,7 @@ class ValidationSettings(Settings):
     split: str | None = Field(None, description="use only rows whose column `split` has this value")
     every: int = Field(50, ge=1, description="steps between evaluations; the last step is always evaluated")
     metric: Literal["p_mrr", "ndcg_at_10"] = Field("p_mrr", description="score of a checkpoint; the best is exported")
-    patience: int | None = Field(None, ge=1, description="stop after so many evaluations without a better score")
+    patience: int | None = Field(None, ge=1, description="evaluations without a better score before the run stops")
 
 
 class TrainSettings(RowSettings):
@@ -118,18 +118,18 @@ class TrainSettings(RowSettings):
         1.0,
         gt=0,
         le=1,
-        description="published weights: the model's + this x (trained - the model's). Below 1 keeps more of what it could do",
+        description="published weights: the model's + this x (trained - the model's). Below 1 keeps more of the model's earlier quality",
     )
     seed: int = Field(42, description="seed of the record order, sampled negatives and dropout")
     validation: ValidationSettings | None = Field(None, description="evaluation on held-out records; null: none")
     zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage")
     precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="bf16 keeps fp32 master weights, on a GPU from rounded ones"
+        "fp32", description="bf16 keeps fp32 master weights; on a GPU they start from weights rounded to bf16"
     )
     offload: Literal["optimizer", "all"] | None = runtime_field(
         None,
-        description="what DeepSpeed keeps in CPU memory: optimizer, its states and the fp32 weights; all, the parameters "
-        "too, under ZeRO-3; null: nothing",
+        description="what DeepSpeed keeps in CPU memory. optimizer: optimizer states and fp32 weights; all: also the "
+        "parameters, under ZeRO-3; null: nothing",
     )
     activation_checkpointing: bool = runtime_field(
         False, description="recompute activations in the backward pass: less memory, about a third more time"

@@ -103,7 +103,7 @@ VERBS = {
         "sweep --config jobs/configs/sweep.yaml",
     ),
     "report": Verb(
-        "set results beside the paper's tables and figures",
+        "show results next to the paper's tables and figures",
         "evaluation.paper.results_report:run",
         "evaluation:ReportSettings",
         "report results.ours=runs/scores output=runs/report",

@@ -48,13 +48,13 @@ class InstructionEncoder(nn.Module):
 
     Args:
         backbone, tokenizer: a Hugging Face encoder or decoder without head, and its fast tokenizer.
-        pooling, text: how token states become one vector; template, prefixes and lengths.
-        passage_backbone: backbone of passages; None: the same as of queries.
+        pooling, text: how token states become one vector; template, prefixes, and lengths in tokens.
+        passage_backbone: backbone of passages; None: the one of queries.
         interaction: cross-attention of instruction and query; None: they are one text.
         dimensions: number of leading components that make the embedding (Matryoshka); None: all.
 
     Attributes:
-        exclusion_weight: weight of what the instruction of a query excludes, against 1 for the whole query; 0: none.
+        exclusion_weight: weight of the excluded part's vector, which is subtracted from the query's; 0: nothing is subtracted.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class InstructionEncoder(nn.Module):
         quantized: bool = False,
         **overrides: Unpack[Overrides],
     ) -> InstructionEncoder:
-        """Load a checkpoint of ours, a sentence-transformers directory, or a plain Hugging Face model.
+        """Load a checkpoint of `infembed train`, a sentence-transformers directory, or a plain Hugging Face model.
 
         Args:
-            path: directory (an output's `latest` is followed), URI of a folder in an object store, or hub name.
+            path: directory (of an output, its `latest`), URI of a folder in an object store, or hub name.
             device, dtype: device and precision of the parameters; on `meta` no weights are read.
             quantized: load the backbone's linear layers in 4 bits (QLoRA's NF4), on a GPU.
-            overrides: replacements of what the model says of itself.
+            overrides: values that replace the model's, such as `query_length=512` or `dimensions=256`.
 
         Raises:
             InputError: no such model, a directory without weights, or a model that does not allow an override.
@@ -364,10 +364,10 @@ class InstructionEncoder(nn.Module):
     def encode(
         self, inputs: str | Sequence[str], batch_tokens: int | None = None, show_progress_bar: bool = False
     ) -> np.ndarray:
-        """Embed texts as they are: without prefix or template, truncated to `passage_length`.
+        """Embed texts without prefix or template, for tasks other than search.
 
-        An encoder with two backbones takes that of passages. For search, use `encode_queries` and `encode_passages`.
-        Arguments and result as of `encode_passages`.
+        Texts are truncated to `passage_length`. If the encoder has two backbones, the passage backbone embeds them.
+        Arguments and result are those of `encode_passages`.
         """
         tokenizer, most = self.texts, self.text.passage_length
         return self._encode(
@@ -381,7 +381,7 @@ class InstructionEncoder(nn.Module):
         batch_tokens: int | None = None,
         show_progress_bar: bool = False,
     ) -> np.ndarray:
-        """Embed queries under their instructions, moved away from what these exclude by `exclusion_weight`.
+        """Embed queries under their instructions. `exclusion_weight` moves a vector away from what its instruction excludes.
 
         Args:
             queries: n queries, or a single str.
@@ -426,7 +426,7 @@ class InstructionEncoder(nn.Module):
 
     @staticmethod
     def similarity(embeddings1: np.ndarray, embeddings2: np.ndarray) -> np.ndarray:
-        """Compute the (n, m) float32 cosines of (n, d) and (m, d) embeddings; (d,) is one embedding.
+        """Compute the (n, m) float32 cosines of (n, d) and (m, d) embeddings; (d,) counts as one embedding.
 
         Raises:
             InputError: the two have different dimensions.

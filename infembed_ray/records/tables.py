@@ -47,7 +47,21 @@ class Seed:
 
 @dataclass(frozen=True)
 class Record:
-    """An InF-IR record: the positive triple and its two poisoned variants (paper, section 4)."""
+    """An InF-IR record: the positive triple and its two poisoned variants (paper, section 4).
+
+    ```python
+    from infembed_ray import load_records
+
+    record = load_records("runs/quickstart/records")[0]
+    print(record.instruction_negative, record.query_positive, record.hard_negative_document_1, sep=" | ")
+    ```
+
+    Attributes:
+        instruction_positive, query_positive, document_positive: the positive triple I+, Q+ and P+.
+        instruction_negative, hard_negative_document_1: the poisoned instruction I-, and P1-, which answers Q+ under it.
+        query_negative, hard_negative_document_2: the poisoned query Q-, and P2-, which answers it under I+.
+        source, topic, split, language: those of the seed.
+    """
 
     id: str
     query_positive: str
@@ -56,20 +70,22 @@ class Record:
     query_negative: str
     document_positive: str
     hard_negative_document_1: str
-    """The answer to (instruction_negative, query_positive)."""
     hard_negative_document_2: str
-    """The answer to (instruction_positive, query_negative)."""
     source: str = UNKNOWN
     topic: str | None = None
     split: str | None = None
     language: str | None = None
     instruction_kind: str | None = None
-    """What the instruction asks for, such as audience or exclusion: an evaluation breaks p-MRR down by it. Only read."""
+    """Kind of condition, such as audience or exclusion. An evaluation breaks p-MRR down by it; no stage writes it."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A passage of a corpus."""
+    """A passage of a corpus, for `Index.build`.
+
+    >>> Passage("dose", "Adults: 500 mg twice a day.")
+    Passage(id='dose', text='Adults: 500 mg twice a day.')
+    """
 
     id: str
     text: str
@@ -155,9 +171,9 @@ def stream(
         path: a file, a glob, a directory with `records.parquet`, or a directory of data files in the layout of `datasets`
             and the Hugging Face hub; in an object store they are read in place.
         row: `Seed`, `Record` or `Passage`.
-        columns: our column name -> the name in the file.
+        columns: field of the row -> its name in the file.
         split: keep only rows of this split; a row without one has the split in its file's name.
-        bad: takes the rows that cannot be used.
+        bad: collects the rows that cannot be used.
 
     Raises:
         InputError: no such file, unknown format, missing column, no rows; or after the last row, some cannot be used.

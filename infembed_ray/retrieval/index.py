@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Index:
-    """An index; `Index.build` makes one, and `Index.open` opens one.
+    """A published index of passages. `Index.build` makes one, and `Index.open` opens one.
 
     ```python
     from infembed_ray import Index, InstructionEncoder
@@ -41,7 +41,8 @@ class Index:
 
     Attributes:
         path: directory of the version; in an object store, its folder.
-        version: identity; the same corpus, encoder and settings give the same version.
+        version: hash; the same corpus, encoder and settings give the same version.
+        facts: the model, the dimension, and the numbers of passages and shards.
         shards: in the order of `facts.shards`; empty after `Index.describe`.
     """
 
@@ -123,7 +124,10 @@ class Index:
 
     @classmethod
     def describe(cls, path: str | Path) -> Index:
-        """Read the facts of a published index; its shards are neither opened nor copied.
+        """Read the facts of a published index, without opening or copying its shards. The result cannot be searched.
+
+        Args:
+            path: as of `open`.
 
         Raises:
             InputError: there is no index, or its format is not supported.
@@ -138,12 +142,12 @@ class Index:
         return self.path.parent / CHANGES / self.facts.lineage
 
     def search(self, vectors: np.ndarray, k: int = 10, filter: Mapping[str, Any] | None = None) -> list[list[Hit]]:
-        """Search all shards with all changes until now.
+        """Search all shards, with all live changes up to now.
 
         Args:
             vectors: (queries, dimension) unit vectors from `encode_queries`; (dimension,) is one query.
-            k: most hits per query.
-            filter: metadata filter; see `filters`.
+            k: maximum number of hits per query.
+            filter: conditions on metadata columns, such as `{"year": {"gte": 2020}}`.
 
         Returns:
             The best `k` passages per query by (score, id), descending.

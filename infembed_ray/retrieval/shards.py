@@ -46,9 +46,10 @@ _TAKE = pc.get_function("take")
 
 
 class Hit(NamedTuple):
-    """A passage that a search found.
+    """A passage that a search found; `Index` has an example.
 
     Attributes:
+        id, text: of the passage.
         score: inner product of unit vectors, in [-1, 1].
         metadata: value of each metadata column; dates and times in ISO 8601; None for a missing value.
     """

@@ -148,7 +148,7 @@ class SearchRequest(RequestBody):
     instruction: Instruction | None = Field(
         None, description="what a relevant passage must satisfy besides the query's topic"
     )
-    top_k: Annotated[StrictInt, Field(ge=1, le=MAX_TOP_K)] = Field(10, description="largest number of hits")
+    top_k: Annotated[StrictInt, Field(ge=1, le=MAX_TOP_K)] = Field(10, description="maximum number of hits")
     filter: Filter | None = Field(
         None,
         description="conditions on metadata fields (GET /v1/models lists them), and filters in `$or` and `$and`; every hit passes",
@@ -161,11 +161,11 @@ class SearchRequest(RequestBody):
     )
     hybrid: Annotated[float, Field(ge=0, le=1, strict=True)] | None = Field(
         None,
-        description="share of BM25 in the score, 0: none; needs a lexical index (GET /v1/models); null: as the server is set",
+        description="share of BM25 in the score, 0: none; needs a lexical index (GET /v1/models); null: the server's default",
     )
     explain: StrictBool = Field(
         False,
-        description="say what the instruction did to each hit, and which of its phrases did it; for an "
+        description="also return the effect of the instruction and of each of its phrases on every hit; for an "
         f"instruction of up to {MAX_EXPLAINED_CHARACTERS} characters, with a top_k of up to {MAX_EXPLAINED_HITS}",
     )
     rerank: StrictBool | None = Field(
@@ -245,7 +245,7 @@ class RerankRequest(RequestBody):
     instruction: Instruction | None = Field(
         None, description="what a relevant passage must satisfy besides the query's topic"
     )
-    top_n: Annotated[StrictInt, Field(ge=1)] | None = Field(None, description="largest number of results; null: all")
+    top_n: Annotated[StrictInt, Field(ge=1)] | None = Field(None, description="maximum number of results; null: all")
     return_documents: StrictBool | None = Field(None, description="whether results repeat their passages")
     max_tokens_per_doc: None = Field(None, description="null: the reranker's own limit")
     model: ModelName | None = Field(

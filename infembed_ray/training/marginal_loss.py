@@ -27,7 +27,7 @@ class MarginalLoss(nn.Module):
     ```
 
     Args:
-        encoder: embeds the texts, on any device; `parameters()` are its own. None: only embeddings are given.
+        encoder: embeds the texts, on any device; its parameters are the module's. None: for embeddings only.
         objective: `uni{...}` or `multi{...}` over P, I and IQ, or `nce{PIQ}`.
         temperature: divisor of the cosines.
         instruction_negatives: I-negatives per row of records; None: all other instructions of the batch.
@@ -53,9 +53,9 @@ class MarginalLoss(nn.Module):
         self.count_positive_once = count_positive_once
 
     def forward(self, records: Sequence[TrainingRecord]) -> Tensor:
-        """Return the scalar loss of records as one batch: an InF-IR record is three rows, an example is one.
+        """Return the scalar loss of records as one batch: an InF-IR record gives three rows, an example gives one.
 
-        A candidate that is a known positive of the batch is no negative.
+        A known positive of the batch is never a negative.
 
         Raises:
             InputError: the loss has no encoder.
