@@ -7,7 +7,7 @@ from itertools import islice
 from infembed_ray.evaluation.metrics import Run, ranks
 from infembed_ray.evaluation.results import Results
 from infembed_ray.evaluation.search import rows_of
-from infembed_ray.evaluation.tasks.task import Query, Task
+from infembed_ray.evaluation.tasks.task import OF_GROUPS, Query, Task
 
 VALUES = 10
 """Shown values of each figure; a value of p-MRR or Robustness belongs to several queries."""
@@ -40,7 +40,7 @@ class Difference:
     values: Mapping[str, float]
     """Label of the model -> value, not scaled by 100."""
     queries: Sequence[tuple[Query, Sequence[RankedPassage]]]
-    """The queries that it belongs to: for p-MRR the original and the changed one, for Robustness@k the group."""
+    """The queries that it belongs to: for p-MRR the original and the changed one, for a measure of groups all of one."""
 
 
 def keep(task: Task, run: Run) -> Kept:
@@ -69,7 +69,7 @@ def largest(task: Task, results: Results, kept: Mapping[str, Kept]) -> list[Diff
         spread = {key: max(of_key) - min(of_key) for key, of_key in every.items() if len(set(of_key)) > 1}
         for key in sorted(spread, key=lambda key: (-spread[key], key))[:VALUES]:
             asked = pairs[key] if figure.measure == "p-MRR" else (key,)
-            grouped = figure.measure.startswith("Robustness@")
+            grouped = figure.measure.startswith(OF_GROUPS)
             queries = [q for q in task.queries if (q.group == key if grouped else q.id in asked)]
             shown = [(query, _passages(task, query.id, kept, changed.get(query.id, set()))) for query in queries]
             of_models = {model: of_model[key] for model, of_model in values.items()}

@@ -1,12 +1,13 @@
 """Retrieval measures: pure functions of judgements and rankings, with one value per query.
 
-nDCG, MAP, recall, MRR and further ones are trec_eval's, by the names of ir_measures. p-MRR of FollowIR
-(Weller et al., 2024) and Robustness@k of InstructIR (Oh et al., 2024) are implemented here.
+nDCG, MAP, recall, MRR and further ones are trec_eval's, by the names of ir_measures. p-MRR (Weller et al., 2024), Robustness@k
+(Oh et al., 2024), right rank (Zhang et al., 2024) and paired accuracy (Weller et al., 2024) are implemented here.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import inf, isnan
 from statistics import fmean
 
@@ -32,6 +33,8 @@ CONVENTIONS = {
     "p-MRR": "per document whose relevance the changed instruction takes away: R_new / R_og - 1 if R_og >= R_new, else "
     "1 - R_og / R_new; positive = it moved down; a document missing from a ranking has rank length + 1; mean over a "
     "query's documents, then over queries; queries without such documents drop out; shown x100",
+    "right rank": "1 if the first judged document among the first k is relevant, else 0 (Zhang et al., 2024)",
+    "paired accuracy": "share of pairs of queries in which each ranks its own document above the other's (Weller et al., 2024)",
     "pairs reversed": "share of labelled pairs (a document relevant only under the first instruction, one only under the "
     "second) that each instruction puts in its own order",
     "violation": "share of changed queries with a document among the first k that the changed instruction excludes",
@@ -111,6 +114,16 @@ def robustness(values: Mapping[str, float], groups: Mapping[str, str]) -> dict[s
     for query, group in groups.items():
         worst[group] = min(worst.get(group, values[query]), values[query])
     return worst
+
+
+def right_rank(qrels: Qrels, run: Run, measure: str) -> dict[str, float]:
+    """Return 1 per query whose first judged document is relevant, otherwise 0; `right rank@10` reads ten documents."""
+    depth = int(measure.partition("@")[2] or 0) or None
+    values = {}
+    for query, judged in qrels.items():
+        first = islice(ranks(_ranking(query, run.get(query, {}))), depth)
+        values[query] = float(next((judged[document] for document in first if document in judged), 0) > 0)
+    return values
 
 
 def p_mrr(changes: Sequence[Change], run: Run) -> dict[str, float]:

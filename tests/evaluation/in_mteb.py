@@ -7,8 +7,16 @@ NAMES = {
     **{f"followir/{name}": f"{name.title()}InstructionRetrieval" for name in published.FOLLOWIR},
     **{f"bright/{name}": f"Bright{name.title()}Retrieval" for name in ("biology", "leetcode")},
     "instructir": "InstructIR",
+    **{f"mfollowir/{language}": "mFollowIR" for language in ("fas", "rus", "zho")},
+    **{f"mfollowir-cross/eng-{language}": "mFollowIRCrossLingual" for language in ("fas", "rus", "zho")},
+    "ifir/fiqa": "IFIRFiQA",
+    "ifir/scifact_open": "IFIRScifact",
+    "ifir/nfcorpus": "IFIRNFCorpus",
+    **{f"ifir/{name}": f"IFIR{name.title()}" for name in ("aila", "fire", "pm", "cds")},
+    **{f"bright-pro/{name}": path.removeprefix("mteb/") for name, path in published.BRIGHT_PRO.items()},
+    "nevir": "NevIR",
 }
-"""Task -> its name in mteb, which has no MAIR."""
+"""Task -> its name in mteb, which has neither MAIR nor ExcluIR."""
 
 
 def mteb_task(original, directory, **changes):
@@ -35,7 +43,10 @@ def in_mteb(name, mirror):
     """Make mteb's task over the files of one of our tasks."""
     import mteb
 
-    return mteb_task(type(mteb.get_task(NAMES[name])), mirror / catalogue.TASKS[name].repositories[0])()
+    original, subset = type(mteb.get_task(NAMES[name])), name.rpartition("/")[2]
+    subsets = original.metadata.eval_langs
+    only = {"eval_langs": {subset: subsets[subset]}} if isinstance(subsets, dict) else {}
+    return mteb_task(original, mirror / catalogue.TASKS[name].repositories[0], **only)()
 
 
 def theirs(task, encoder):

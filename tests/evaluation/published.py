@@ -52,6 +52,22 @@ MAIR = {
 """Task -> its configuration of both repositories."""
 BRIGHT = "mteb/BRIGHT"
 INSTRUCTIR = "mteb/InstructIR-mteb"
+MFOLLOWIR = ("jhu-clsp/mFollowIR-parquet-mteb", "jhu-clsp/mFollowIR-cross-lingual-parquet-mteb")
+IFIR = {name: f"if-ir/{name}" for name in ("fiqa", "scifact_open", "nfcorpus", "aila", "fire", "pm", "cds")}
+BRIGHT_PRO = {
+    name: f"mteb/BrightPro{name.title().replace('_', '')}Retrieval"
+    for name in (
+        "biology",
+        "earth_science",
+        "economics",
+        "psychology",
+        "robotics",
+        "stackoverflow",
+        "sustainable_living",
+    )
+}
+NEVIR = "orionweller/NevIR-mteb"
+EXCLUIR = "zwh-sdu/ExcluIR"
 
 
 @dataclass(frozen=True)
@@ -86,44 +102,147 @@ DOCUMENTS = tuple(
 def followir_like(root: Path) -> Path:
     """Write FollowIR's tasks: candidates, two instructions per query, and documents that the second excludes."""
     for shift, repository in enumerate(FOLLOWIR.values()):
-        ids = {d: f"{1_000_000 + 7 * d.number}_{d.number % 3}" for d in DOCUMENTS}
-        queries, instructions, qrels, ranked, differences = [], [], [], [], []
-        for topic, (name, _) in enumerate(TOPICS):
-            number = str(310 + 11 * topic + shift)
-            source = (topic + shift) % len(SOURCES)
-            narrower = {
-                "og": f"Relevant documents report measurements about {name}; a vendor's own page is not relevant.",
-                "changed": f"Relevant documents report measurements about {name} and were written after 2000; a "
-                f"{SOURCES[source][0]} is not relevant.",
-            }
-            relevant = {
-                "og": {d for d in DOCUMENTS if d.topic == topic and d.source != 3},
-                "changed": {d for d in DOCUMENTS if d.topic == topic and d.source not in (3, source) and d.year > 2000},
-            }
-            pool = [d for d in DOCUMENTS if d.topic in (topic, (topic + 1) % len(TOPICS))]
-            for version, instruction in narrower.items():
-                query = f"{number}-{version}"
-                queries.append({"_id": query, "text": f"What is known about {name}?"})
-                instructions.append({"query-id": query, "instruction": instruction})
-                ranked.append({"query-id": query, "corpus-ids": [ids[d] for d in pool]})
-                qrels += [
-                    {"query-id": query, "corpus-id": ids[d], "score": float(_grade(d) if d in relevant[version] else 0)}
+        _write_mteb(root / repository, _followir(shift))
+    return root
+
+
+def mfollowir_like(root: Path) -> Path:
+    """Write both repositories of mFollowIR, with the configurations of every language."""
+    for start, repository in enumerate(MFOLLOWIR, 3):
+        of_languages = {language: _followir(start + 2 * n) for n, language in enumerate(("fas", "rus", "zho"))}
+        _write_mteb(
+            root / repository,
+            {f"{config}-{lang}": split for lang, configs in of_languages.items() for config, split in configs.items()},
+        )
+    return root
+
+
+def _followir(shift: int) -> dict[str, tuple[str, list[dict[str, Any]]]]:
+    """Return the configurations of a task: name -> (split, rows)."""
+    ids = {d: f"{1_000_000 + 7 * d.number}_{d.number % 3}" for d in DOCUMENTS}
+    queries, instructions, qrels, ranked, differences = [], [], [], [], []
+    for topic, (name, _) in enumerate(TOPICS):
+        number = str(310 + 11 * topic + shift)
+        source = (topic + shift) % len(SOURCES)
+        narrower = {
+            "og": f"Relevant documents report measurements about {name}; a vendor's own page is not relevant.",
+            "changed": f"Relevant documents report measurements about {name} and were written after 2000; a "
+            f"{SOURCES[source][0]} is not relevant.",
+        }
+        relevant = {
+            "og": {d for d in DOCUMENTS if d.topic == topic and d.source != 3},
+            "changed": {d for d in DOCUMENTS if d.topic == topic and d.source not in (3, source) and d.year > 2000},
+        }
+        pool = [d for d in DOCUMENTS if d.topic in (topic, (topic + 1) % len(TOPICS))]
+        for version, instruction in narrower.items():
+            query = f"{number}-{version}"
+            queries.append({"_id": query, "text": f"What is known about {name}?"})
+            instructions.append({"query-id": query, "instruction": instruction})
+            ranked.append({"query-id": query, "corpus-ids": [ids[d] for d in pool]})
+            qrels += [
+                {"query-id": query, "corpus-id": ids[d], "score": float(_grade(d) if d in relevant[version] else 0)}
+                for d in DOCUMENTS
+                if d.topic == topic
+            ]
+        gone = [ids[d] for d in DOCUMENTS if d in relevant["og"] - relevant["changed"]]
+        differences.append({"query-id": number, "corpus-ids": gone})
+    return {
+        "corpus": ("corpus", [{"_id": ids[d], "title": d.title, "text": d.text} for d in DOCUMENTS]),
+        "queries": ("queries", queries),
+        "default": ("test", qrels),
+        "top_ranked": ("top_ranked", ranked),
+        "instruction": ("instruction", instructions),
+        "qrel_diff": ("qrel_diff", differences),
+    }
+
+
+def ifir_like(root: Path, names: Sequence[str] = tuple(IFIR)) -> Path:
+    """Write sets of IFIR: every query under three instructions, each narrower than the one before."""
+    for name in names:
+        queries, instructions, qrels = [], [], []
+        for topic, (title, _) in enumerate(TOPICS):
+            wishes = (f"I want to know more about {title}.", " It must be an official source.", " It must be recent.")
+            for level in (1, 2, 3):
+                query = f"{topic}_v{level}"
+                queries.append({"_id": query, "text": title})
+                instructions.append({"query-id": query, "instruction": "".join(wishes[:level])})
+                right = [
+                    d
                     for d in DOCUMENTS
-                    if d.topic == topic
+                    if d.topic == topic and d.source < 3 - level // 2 and d.year > 2000 * (level > 2)
                 ]
-            gone = [ids[d] for d in DOCUMENTS if d in relevant["og"] - relevant["changed"]]
-            differences.append({"query-id": number, "corpus-ids": gone})
+                qrels += [{"query-id": query, "corpus-id": str(d.number), "score": 1} for d in right]
+        _write_mteb(
+            root / IFIR[name],
+            {
+                "corpus": ("corpus", [{"_id": str(d.number), "title": "", "text": d.text} for d in DOCUMENTS]),
+                "queries": ("queries", [*queries, {"_id": "unjudged", "text": "a query of another split"}]),
+                "default": ("test", qrels),
+                "instruction": ("instruction", [*instructions, {"query-id": "unjudged", "instruction": "None."}]),
+            },
+        )
+    return root
+
+
+def bright_pro_like(root: Path) -> Path:
+    """Write BRIGHT-Pro, a repository per subset with the split `standard`."""
+    for repository in BRIGHT_PRO.values():
+        right = [d for d in DOCUMENTS if d.source < 2]
         _write_mteb(
             root / repository,
             {
-                "corpus": ("corpus", [{"_id": ids[d], "title": d.title, "text": d.text} for d in DOCUMENTS]),
-                "queries": ("queries", queries),
-                "default": ("test", qrels),
-                "top_ranked": ("top_ranked", ranked),
-                "instruction": ("instruction", instructions),
-                "qrel_diff": ("qrel_diff", differences),
+                "corpus": ("standard", [{"id": str(d.number), "title": "", "text": d.text} for d in DOCUMENTS]),
+                "queries": ("standard", [{"id": f"q{n}", "text": fact} for n, (_, fact) in enumerate(TOPICS)]),
+                "qrels": (
+                    "standard",
+                    [{"query-id": f"q{d.topic}", "corpus-id": str(d.number), "score": 1} for d in right],
+                ),
             },
         )
+    return root
+
+
+def nevir_like(root: Path) -> Path:
+    """Write NevIR: pairs of documents that differ in a negation, each with its query; further queries of other splits."""
+    directory = root / NEVIR
+    rows: dict[str, list[dict[str, Any]]] = {"corpus": [], "queries": [], "qrels/test": [], "top_ranked/test": []}
+    for document in DOCUMENTS[:40]:
+        pair, name = f"{1000 + document.number // 3}-{document.number % 3}", TOPICS[document.topic][0]
+        documents = [f"{pair}_doc{side}" for side in (1, 2)]
+        texts = (document.text, document.text.replace(" that ", " that it is not true that "))
+        asked = (
+            f"Which {SOURCES[document.source][0]} confirms what is said about {name}?",
+            f"Who denies it about {name}?",
+        )
+        for side in (1, 2):
+            query = f"{pair}_q{side}"
+            rows["corpus"].append({"_id": documents[side - 1], "text": texts[side - 1]})
+            rows["queries"].append({"_id": query, "text": asked[side - 1]})
+            rows["qrels/test"].append({"query-id": query, "corpus-id": documents[side - 1], "score": 1})
+            rows["top_ranked/test"].append({"query-id": query, "corpus-ids": documents})
+    rows["queries"].append({"_id": "9-1_q1", "text": "a query of the training split"})
+    for name, of_file in rows.items():
+        write_jsonl(directory / f"{name}.jsonl", of_file)
+    files = {"corpus": "corpus", "queries": "queries", "default": "qrels/test", "top_ranked": "top_ranked/test"}
+    splits = {"corpus": "corpus", "queries": "queries"}
+    _write_card(directory, {config: {splits.get(config, "test"): f"{file}.jsonl"} for config, file in files.items()})
+    return root
+
+
+def excluir_like(root: Path) -> Path:
+    """Write ExcluIR as its authors: a list of passages, and queries with the numbers of an excluded and a relevant one."""
+    directory = root / EXCLUIR
+    directory.mkdir(parents=True)
+    (directory / "corpus.json").write_text(json.dumps([d.text for d in DOCUMENTS]), encoding="utf-8")
+    queries = [
+        {
+            "question0": f"What is known about {name}?",
+            "ExcluQ": f"What is known about {name}, other than what vendors say?",
+            "index": [next(d.number for d in DOCUMENTS if (d.topic, d.source) == (topic, source)) for source in (3, 0)],
+        }
+        for topic, (name, _) in enumerate(TOPICS)
+    ]
+    (directory / "test_manual_final.json").write_text(json.dumps(queries), encoding="utf-8")
     return root
 
 

@@ -9,7 +9,7 @@ import pytest
 import pytrec_eval
 
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.metrics import Change, p_mrr, rank_change, ranks, robustness, trec_measures
+from infembed_ray.evaluation.metrics import Change, p_mrr, rank_change, ranks, right_rank, robustness, trec_measures
 
 # ------------------------------------------------------------------------------------------ trec_eval's measures
 
@@ -165,3 +165,19 @@ def test_robustness_equals_that_of_mteb(mteb_metrics):
     of_group = robustness(of_query, {q: q.split("_")[0] for q in ids})
     assert len(of_group) == 50
     assert fmean(of_group.values()) == pytest.approx(mteb_metrics.robustness_at_10(qrels, run, theirs), abs=1e-12)
+
+
+def test_right_rank_equals_that_of_excluirs_authors():
+    """Written down from `compute_right_rank` of their src/utils.py: `index` is [excluded, relevant], results are ten."""
+    rng = random.Random(2)
+    documents = [f"d{n:02}" for n in range(14)]
+    for case in range(1000):
+        excluded, relevant = rng.sample(documents, 2)
+        scores = {d: rng.choice((1.0, 2.0, 3.0)) for d in rng.sample(documents, case % 15)}
+        results = sorted(scores, key=lambda d: (scores[d], d), reverse=True)[:10]
+        if excluded in results and relevant in results:
+            expected = results.index(relevant) < results.index(excluded)
+        else:
+            expected = relevant in results
+        value = right_rank({"q": {excluded: 0, relevant: 1}}, {"q": scores}, "right rank@10")
+        assert value == {"q": float(expected)}

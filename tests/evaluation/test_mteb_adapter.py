@@ -8,10 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from infembed_ray.config.evaluation import EvaluateSettings
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation import mteb_adapter
+from infembed_ray.evaluation import mteb_adapter, results
+from infembed_ray.evaluation.distributed import run as evaluate
 from infembed_ray.evaluation.metrics import trec_measures
-from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.evaluation.retrievers import baselines, runs
 from infembed_ray.evaluation.search import exact_search
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.evaluation.tasks.task import Query, means, score
@@ -82,6 +84,9 @@ def mirror(tmp_path_factory):
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", root / "cache")
         published.followir_like(root)
         published.bright_like(root)
+        published.mfollowir_like(root)
+        published.ifir_like(root, ["fiqa", "nfcorpus"])
+        published.nevir_like(root)
         yield published.instructir_like(root)
 
 
@@ -127,7 +132,7 @@ def compared(name, mirror, encoder):
     return task, run, means(scored), other, scores
 
 
-@pytest.mark.parametrize("name", ["followir/news21", "followir/core17"])
+@pytest.mark.parametrize("name", ["followir/news21", "followir/core17", "mfollowir/rus", "mfollowir-cross/eng-zho"])
 def test_followir_agrees_with_mteb(name, mirror, encoder):
     task, run, averages, _, scores = compared(name, mirror, encoder)
     main, beside = task.figures
@@ -154,6 +159,39 @@ def test_instructir_agrees(mirror, encoder):
     assert averages["Robustness@10"] == pytest.approx(scores["robustness_at_10"], abs=1e-6)
     assert averages["nDCG@10"] == pytest.approx(scores["ndcg_at_10"], abs=ROUNDING)
     assert 0 < averages["Robustness@10"] < averages["nDCG@10"]
+
+
+@pytest.mark.parametrize("name", ["ifir/fiqa", "ifir/nfcorpus"])
+def test_ifir_agrees_over_all_queries_and_by_level(name, mirror, encoder):
+    _, _, averages, _, scores = compared(name, mirror, encoder)
+    assert averages.pop("nDCG@20") == pytest.approx(scores["ndcg_at_20"], abs=ROUNDING)
+    levels = {f"nDCG@20 v{key[-1]}": value for key, value in scores.get("level_scores", {}).items()}
+    assert averages == pytest.approx(levels, abs=1e-6)
+    assert len(set(averages.values())) == (3 if name == "ifir/fiqa" else 0)
+
+
+def test_nevir_agrees(mirror, encoder):
+    _, _, averages, _, scores = compared("nevir", mirror, encoder)
+    assert 0 < averages["paired accuracy"] < 1
+    assert averages["paired accuracy"] == pytest.approx(scores["paired_accuracy"], abs=1e-6)
+
+
+def test_mtebs_rankings_as_run_files_have_its_figures(mirror, encoder, tmp_path):
+    figures = {"followir/core17": "p-MRR", "instructir": "Robustness@10", "nevir": "paired accuracy"}
+    keys = ("p-MRR", "robustness_at_10", "paired_accuracy")
+    expected = {}
+    for name, key in zip(figures, keys, strict=True):
+        *_, other, scores = compared(name, mirror, encoder)
+        runs.write(tmp_path / "runs", "theirs", name, other.run)
+        expected[name] = scores[key]
+    models = {"theirs": {"kind": "run", "model": str(tmp_path / "runs" / "theirs")}}
+    done = evaluate(
+        EvaluateSettings(tasks=list(figures), data=str(mirror), models=models, output=str(tmp_path / "out"))
+    )
+    measured = results.read(done.path).figures["theirs"]
+    assert {name: measured[name][figure] for name, figure in figures.items()} == pytest.approx(expected, abs=1e-6)
+    table = (done.path / "table.md").read_text()
+    assert all(figure in table for figure in figures.values())
 
 
 # ------------------------------------------------------------------------------------------- what the model is given
@@ -209,9 +247,10 @@ def test_mtebs_description_names_the_checkpoint_and_its_weights(loaded, checkpoi
 def test_our_tasks_read_the_repositories_and_commits_of_mtebs():
     for name, there in NAMES.items():
         entry = catalogue.TASKS[name]
-        assert {"path": entry.repositories[0], "revision": entry.revision} == mteb.get_task(there).metadata.dataset, (
-            name
-        )
+        metadata = mteb.get_task(there).metadata
+        assert {"path": entry.repositories[0], "revision": entry.revision} == metadata.dataset, name
+        if name.startswith("bright-pro/"):
+            assert {"query": entry.options["instruction"]} == metadata.prompt
 
 
 @pytest.mark.parametrize(

@@ -51,3 +51,24 @@ def test_robustness_is_over_groups_and_recall_over_queries():
     scores = score(task, {"a1": first, "a2": second, "b1": first, "alone": second})
     assert scores["Robustness@10"] == {"a": pytest.approx(0.6309, abs=1e-4), "b": 1.0}
     assert scores["recall@1"] == {"a1": 1, "a2": 0, "b1": 1, "alone": 0}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "right"),
+    [
+        ({"x": 2.0, "y": 1.0}, {"x": 1.0, "y": 2.0}, 1),
+        ({"x": 2.0, "y": 1.0}, {"x": 2.0, "y": 1.0}, 0),  # one document is preferred whatever the query
+        ({"x": 1.0, "y": 1.0}, {"x": 1.0, "y": 1.0}, 0),
+        ({"other": 3.0, "x": 2.0, "y": 1.0}, {"other": 3.0, "y": 2.0}, 1),  # a run over the whole corpus
+        ({"x": 2.0}, {}, 0),
+    ],
+)
+def test_a_pair_counts_if_each_query_ranks_its_own_document_above_the_others(first, second, right):
+    task = Task(
+        name="t",
+        corpus=pa.table({"id": ["x", "y"], "text": ["one", "two"]}, schema=CORPUS),
+        queries=(Query("p_q1", "one?", group="p"), Query("p_q2", "two?", group="p")),
+        qrels={"p_q1": {"x": 1, "y": 0}, "p_q2": {"x": 0, "y": 1}},
+        figures=(Figure("paired accuracy", "paired accuracy"),),
+    )
+    assert score(task, {"p_q1": first, "p_q2": second}) == {"paired accuracy": {"p": right}}

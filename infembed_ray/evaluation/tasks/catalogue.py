@@ -29,6 +29,9 @@ _READERS: Mapping[str, Callable[..., Task]] = {
     "mair": layouts.read_mair,
     "bright": layouts.read_bright,
     "instructir": layouts.read_instructir,
+    "measured": layouts.read_measured,
+    "nevir": layouts.read_nevir,
+    "excluir": layouts.read_excluir,
     "own": layouts.read_repository,
 }
 """Layout in catalogue.yaml -> its reader."""
@@ -81,9 +84,7 @@ class TaskEntry:
     """Their commit; None: unknown, so the newest is downloaded."""
     layout: str
     """Key of `_READERS`."""
-    part: str = ""
-    """Part of the names of the files that it reads of each repository; empty: everything that the dataset card lists."""
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the layout's reader."""
 
 
@@ -100,14 +101,11 @@ class Benchmark:
 
 def expand(names: Iterable[str]) -> list[str]:
     """Replace benchmarks by their tasks, without duplicates; InputError if a name is neither a task nor a path."""
-    expanded: list[str] = []
-    for name in names:
-        if name in BENCHMARKS:
-            expanded += [entry.name for entry in BENCHMARKS[name].tasks]
-        else:
-            find(name)
-            expanded.append(name)
-    return list(dict.fromkeys(expanded))
+    listed = ([entry.name for entry in BENCHMARKS[name].tasks] if name in BENCHMARKS else [name] for name in names)
+    expanded = list(dict.fromkeys(name for several in listed for name in several))
+    for name in expanded:
+        find(name)
+    return expanded
 
 
 def find(name: str) -> TaskEntry | None:
@@ -130,7 +128,7 @@ def find(name: str) -> TaskEntry | None:
         return TaskEntry(name, name, (parts["repository"],), None, "own", options=options)
     alike = [benchmark for benchmark in BENCHMARKS if ("@" in benchmark) == ("@" in name)]
     fault = "no such task, and no such directory"
-    raise InputError.of("tasks", name, fault, f"{nearest(name, alike)}, or OWNER/NAME of the hub")
+    raise InputError.of("tasks", name, fault, f"{nearest(name.lower(), alike)}, or OWNER/NAME of the hub")
 
 
 def _benchmark(name: str, values: Mapping[str, Any], suffix: str) -> Benchmark:
@@ -140,7 +138,7 @@ def _benchmark(name: str, values: Mapping[str, Any], suffix: str) -> Benchmark:
     def entry(key: str, own: Mapping[str, Any]) -> TaskEntry:
         of_task = {**values, **own}
         repositories, layout = of_task["repository"], values["layout"]
-        options: dict[str, str] = {name: of_task[name] for name in ("measure", "config") if name in of_task}
+        options = {name: of_task[name] for name in _OPTIONS if name in of_task}
         options |= {"subset": key} if layout == "bright" else {}
         return TaskEntry(
             name=(key if key == name else f"{name}/{key}") + suffix,
@@ -148,7 +146,6 @@ def _benchmark(name: str, values: Mapping[str, Any], suffix: str) -> Benchmark:
             repositories=tuple(repositories if isinstance(repositories, list) else [repositories]),
             revision=of_task["revision"],
             layout=layout,
-            part=options.get("config") or options.get("subset", ""),
             options=options,
         )
 
@@ -160,14 +157,18 @@ def _benchmark(name: str, values: Mapping[str, Any], suffix: str) -> Benchmark:
     return Benchmark(title, tuple(tasks.values()), averages)
 
 
+_OPTIONS = ("measure", "config", "language", "instruction", "levels", "download")
+"""Values of the catalogue that are arguments of readers."""
 _IDENTICAL = frozenset(
     f"{owner}/{name}" for owner in ("mteb", "beir") for name in ("arguana", "quora", "fiqa", "fever", "msmarco")
-)
+) | {"if-ir/fiqa"}
 """Data sets whose queries can be documents too; mteb leaves out the document with the query's own id of the same ones."""
 _LISTED = yaml.safe_load(Path(__file__).with_name("catalogue.yaml").read_text(encoding="utf-8"))
 
 BENCHMARKS: Mapping[str, Benchmark] = {
-    f"{name}{suffix}": _benchmark(name, values, suffix) for name, values in _LISTED.items() for suffix in ("", AS_PAPER)
+    f"{name}{suffix}": _benchmark(name, values, suffix)
+    for name, values in _LISTED.items()
+    for suffix in ("", *([AS_PAPER] if values.get("in_paper") else []))
 }
 TASKS: Mapping[str, TaskEntry] = {entry.name: entry for benchmark in BENCHMARKS.values() for entry in benchmark.tasks}
 
@@ -213,8 +214,12 @@ def load(
 
 def _published(entry: TaskEntry, data: Place | None, reject: bool) -> tuple[Task, list[BadRows]]:
     repositories = []
+    part = next((entry.options[name] for name in ("config", "subset", "language") if name in entry.options), "")
     for name in entry.repositories:
-        about = (entry.name, name, entry.revision, entry.part)
+        about = (entry.name, name, entry.revision, part)  # reads the files with `part` in their names
+        if data is None and "download" in entry.options:
+            remedy = f"download them from {entry.options['download']} to DIR/{name}, and set data=DIR"
+            raise InputError.of("tasks", entry.name, "data is not set, and the hub does not have its files", remedy)
         repositories.append(Repository(data / name, *about) if data else downloaded(*about))
         repositories[-1].bad.reject = reject
     task = _READERS[entry.layout](*repositories, **entry.options)

@@ -1,11 +1,11 @@
-"""Readers of the layouts that collections are published in: mteb, BEIR, MAIR, BRIGHT.
+"""Readers of the layouts that collections are published in: mteb, BEIR, MAIR, BRIGHT, ExcluIR.
 
 What a collection has decides what it measures: `qrel_diff` gives p-MRR, as in FollowIR; one query under several instructions
 gives Robustness@10, as in InstructIR.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,11 @@ import pyarrow as pa
 from infembed_ray.evaluation.metrics import Change
 from infembed_ray.evaluation.tasks.corpus import mapped
 from infembed_ray.evaluation.tasks.repository import Repository
-from infembed_ray.evaluation.tasks.task import ROBUSTNESS, Figure, Query, Task, judgements
+from infembed_ray.evaluation.tasks.task import PAIRED, ROBUSTNESS, Figure, Query, Task, judgements
 from infembed_ray.records.files import BadRow, BadRows, mapped_rows, stem_of
 from infembed_ray.records.tables import Passage, document, mapping, text_of
 from infembed_ray.storage.object_store import is_uri
+from infembed_ray.storage.places import read_json
 from infembed_ray.storage.steps import find_input
 
 MEASURES = ("nDCG@10", "recall@100", "MAP@1000", "MRR@10")
@@ -47,24 +48,25 @@ def read_mteb(repository: Repository, split: str = "test") -> Task:
         query = row["id"]
         if instructions is not None and query not in instructions:
             raise repository.fault(f"query {query} has no row in `instruction`", "give it one")
-        instruction = (row if instructions is None else instructions[query]).get("instruction")
+        instruction = row.get("instruction") if instructions is None else instructions[query]
         group = text_of(row.get("group"), "group")
         given = None if instruction != instruction else instruction  # NaN
         queries.append(Query(query, row["text"], given or None, group=group or None))
     config = "qrels" if "qrels" in repository.configs and "default" not in repository.configs else "default"
     judged = repository.rows(config, split, _JUDGED)
-    candidates: dict[str, list[str]] | None = None
-    if "top_ranked" in repository.configs:
-        ranked = repository.by_query("top_ranked", "corpus-ids")
-        candidates = {query: row["corpus-ids"] for query, row in ranked.items()}
+    candidates = repository.by_query("top_ranked", "corpus-ids") if "top_ranked" in repository.configs else None
     qrels = judgements(repository.task, ((row["query-id"], row["corpus-id"], row["score"]) for row in judged))
     corpus = _corpus(repository, "corpus", None)
     return Task(repository.task, corpus, tuple(queries), qrels, figures=(), candidates=candidates)
 
 
-def _corpus(
-    repository: Repository, config: str, split: str | None, columns: Mapping[str, str] | None = None
-) -> pa.Table:
+def read_judged(repository: Repository, split: str = "test") -> Task:
+    """Read a repository as `read_mteb`, without the queries that have no judgement in the split."""
+    task = read_mteb(repository, split)
+    return replace(task, queries=tuple(query for query in task.queries if query.id in task.qrels))
+
+
+def _corpus(repository: Repository, config: str, split: str | None, columns: dict[str, str] | None = None) -> pa.Table:
     """Return the corpus of a split: documents as `infembed index` reads them, but their texts may be empty.
 
     Args:
@@ -87,12 +89,16 @@ def _corpus(
 # ------------------------------------------------------------------------------------- published benchmarks
 
 
-def read_followir(repository: Repository, measure: str) -> Task:
+def read_followir(repository: Repository, measure: str, language: str = "") -> Task:
     """Read a task of FollowIR (Weller et al., 2024): candidates are re-ranked under original and changed instructions.
 
     Query ids are `X-og` and `X-changed`. The configuration `qrel_diff` lists by X the documents that are relevant under the
-    original instruction only. `measure`, next to p-MRR, is over the original instructions.
+    original instruction only. `measure`, next to p-MRR, is over the original instructions. In mFollowIR the configurations of
+    a language end in its name: `corpus-fas`.
     """
+    if language:
+        configs, ending = repository.configs, f"-{language}"
+        repository.configs = {name.removesuffix(ending): configs[name] for name in configs if name.endswith(ending)}
     task = read_mteb(repository)
     for query in task.queries:
         if not query.id.endswith((f"-{ORIGINAL}", f"-{CHANGED}")):  # it would count in no figure
@@ -104,8 +110,8 @@ def read_followir(repository: Repository, measure: str) -> Task:
         queries=tuple(replace(query, kind=query.id.rpartition("-")[2]) for query in task.queries),
         figures=(Figure("p-MRR", "p-MRR"), Figure(measure, measure, kind=ORIGINAL)),
         changes=tuple(
-            Change(f"{query}-{ORIGINAL}", f"{query}-{CHANGED}", tuple(row["corpus-ids"]))
-            for query, row in differences.items()
+            Change(f"{query}-{ORIGINAL}", f"{query}-{CHANGED}", tuple(documents))
+            for query, documents in differences.items()
         ),
     )
 
@@ -115,11 +121,53 @@ def read_instructir(repository: Repository) -> Task:
 
     Query ids are `<query>_<instruction>`: the part before the first `_` is the query's group.
     """
-    task = read_mteb(repository)
+    return replace(_grouped_by_id(read_mteb(repository)), figures=(Figure(ROBUSTNESS, ROBUSTNESS), _NDCG))
+
+
+def read_measured(
+    repository: Repository, measure: str, instruction: str | None = None, levels: Sequence[str] = ()
+) -> Task:
+    """Read a task whose figure is one measure: IFIR (Song et al., 2025), BRIGHT-Pro (Zhao et al., 2026).
+
+    `instruction` is that of queries without one. IFIR's query ids name one of `levels`, which have figures of their own.
+    """
+    task = read_judged(repository)
+    level_of = {query.id: next((level for level in levels if level in query.id), "") for query in task.queries}
     return replace(
         task,
-        queries=tuple(replace(query, group=query.id.partition("_")[0]) for query in task.queries),
-        figures=(Figure(ROBUSTNESS, ROBUSTNESS), _NDCG),
+        queries=tuple(replace(q, instruction=q.instruction or instruction, kind=level_of[q.id]) for q in task.queries),
+        figures=(Figure(measure, measure), *(Figure(f"{measure} {level}", measure, level) for level in levels)),
+    )
+
+
+def read_nevir(repository: Repository) -> Task:
+    """Read NevIR (Weller et al., 2024): pairs of queries about a pair of documents, each with its own relevant one.
+
+    Query ids are `<pair>_q1` and `<pair>_q2`. The other query's document is judged irrelevant.
+    """
+    task = _grouped_by_id(read_judged(repository))
+    of_pair: dict[str | None, dict[str, int]] = defaultdict(dict)
+    for query in task.queries:
+        of_pair[query.group] |= dict.fromkeys(task.qrels[query.id], 0)
+    qrels = {query.id: {**of_pair[query.group], **task.qrels[query.id]} for query in task.queries}
+    return replace(task, qrels=qrels, figures=(Figure(PAIRED, PAIRED),))
+
+
+def read_excluir(repository: Repository, download: str) -> Task:
+    """Read ExcluIR (Zhang et al., 2024) from its authors' files: `corpus.json`, a list of passages, and
+    `test_manual_final.json`: `ExcluQ` (the query) and `index`, the numbers of the passage that it excludes and of the relevant one.
+    """
+    repository.remedy = f"download it from {download}"
+    repository.configs = {"corpus": {"": ["corpus.json"]}, "queries": {"": ["test_manual_final.json"]}}
+    rows = list(repository.rows("queries", None, ("query|ExcluQ|RQ_rewrite", "index|corpus_sub_index")))
+    labels = ((f"q{n}", passage, int(at > 0)) for n, row in enumerate(rows) for at, passage in enumerate(row["index"]))
+    files = repository.files("corpus")
+    return Task(
+        name=repository.task,
+        corpus=mapped(repository.task, files, lambda: ((str(n), text) for n, text in enumerate(read_json(files[0])))),
+        queries=tuple(Query(f"q{n}", row["query"]) for n, row in enumerate(rows)),
+        qrels=judgements(repository.task, labels, published=True),
+        figures=tuple(Figure(name, name) for name in ("right rank@10", "recall@1", "MRR@10")),
     )
 
 
@@ -144,20 +192,22 @@ def read_mair(queries: Repository, docs: Repository, config: str) -> Task:
     `docs` (`id`, `doc`).
     """
     rows = list(queries.rows(config, None, ("qid", "instruction", "query", "labels")))
-    labels = []
-    for row in rows:
-        for label in row["labels"]:
-            if not isinstance(label, Mapping) or not {"id", "score"} <= label.keys():
-                fault = f"query {row['qid']} has the label {label!r:.60}"
-                raise queries.fault(fault, "a label has an id and a score")
-            labels.append((row["qid"], label["id"], label["score"]))
+    labels = [(row["qid"], label) for row in rows for label in row["labels"]]
+    for query, label in labels:
+        if not isinstance(label, Mapping) or not {"id", "score"} <= label.keys():
+            raise queries.fault(f"query {query} has the label {label!r:.60}", "a label has an id and a score")
     return Task(
         name=queries.task,
         corpus=_corpus(docs, config, None, {"text": "doc", "title": ""}),
         queries=tuple(Query(row["qid"], row["query"], row["instruction"] or None) for row in rows),
-        qrels=judgements(queries.task, labels, published=True),
+        qrels=judgements(queries.task, ((q, label["id"], label["score"]) for q, label in labels), published=True),
         figures=(_NDCG,),
     )
+
+
+def _grouped_by_id(task: Task) -> Task:
+    """Group the queries by the part of their ids before the first `_`."""
+    return replace(task, queries=tuple(replace(query, group=query.id.partition("_")[0]) for query in task.queries))
 
 
 # ------------------------------------------------------------------------------------------ your own collections
@@ -176,13 +226,12 @@ def read_own(name: str, reject: bool = False) -> tuple[Task, list[BadRows]]:
 def read_repository(repository: Repository, split: str = "test") -> Task:
     """Read a repository or a directory in mteb's or BEIR's layout; with `qrel_diff` it is read as FollowIR.
 
-    Queries without a judgement in the split are left out. Queries with one text are a group, if the data have no groups.
-    Groups have Robustness@10.
+    Queries with one text are a group, if the data have no groups. Groups have Robustness@10.
     """
     if "qrel_diff" in repository.configs:
         return read_followir(repository, MEASURES[0])
-    task = read_mteb(repository, split)
-    queries = tuple(query for query in task.queries if query.id in task.qrels)
+    task = read_judged(repository, split)
+    queries = task.queries
     if not any(query.group for query in queries):
         same_text: dict[str, list[Query]] = defaultdict(list)
         for query in queries:

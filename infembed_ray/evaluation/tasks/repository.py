@@ -36,7 +36,7 @@ class Repository:
     Args:
         task: name of the task, for error messages.
         name: of the repository; empty: one's own directory.
-        revision: the commit that it must have; None: any.
+        revision: the commit that it must have, or its first digits; None: any.
         part: part of the names of the files that the task reads; empty: everything.
         reject: leave out rows that cannot be used.
     """
@@ -49,7 +49,10 @@ class Repository:
         self.task = task
         self.name = name
         self.revision = revision
-        self.remedy = f"run `{download_command(name, path, revision, part)}`" if name else "add it"
+        pinned = f" --revision {revision}" if revision else ""
+        only = f" --include {CARD} --include '*{part}*'" if part else ""
+        command = f"hf download {name} --repo-type dataset{pinned}{only} --local-dir {path}"
+        self.remedy = f"run `{command}`" if name else "add it"
 
     @cached_property
     def commit(self) -> str | None:
@@ -67,7 +70,7 @@ class Repository:
             return _by_names(self._names)
         if card is None:
             raise self.fault(f"no {self.path / CARD}", self.remedy)
-        if self.revision and self.commit not in (None, self.revision):
+        if self.revision and not (self.commit or self.revision).startswith(self.revision):
             raise self.fault(f"{self.path} is at commit {self.commit}, not {self.revision}", self.remedy)
         return configs(card, f"tasks={self.task}: {self.path / CARD}")
 
@@ -79,27 +82,22 @@ class Repository:
         """Return the error of a task with this fault."""
         return InputError.of("tasks", self.task, fault, remedy)
 
-    def splits(self, config: str) -> Sequence[str]:
-        """Return the splits of a configuration; InputError if there is none of this name."""
-        if config not in self.configs:
-            what = "qrels/test" if config == "default" else config
-            fault = f"no {what} in {self.path}, but {', '.join(self.configs)}"
-            raise self.fault(fault, "give corpus, queries and qrels/test, or the card that names them")
-        return list(self.configs[config])
-
     def files(self, config: str, split: str | None = None) -> list[Place]:
         """Return the files of a split. A configuration's only split need not be named.
 
         Raises:
             InputError: there is no such configuration or split, or files are missing, so that a corpus is never read in part.
         """
-        splits = self.splits(config)
-        if split is None or split not in splits:
-            if len(splits) != 1:
-                place = self.name or self.path
-                raise self.fault(f"{config} of {place} has the splits {', '.join(splits)}, not {split}")
-            split = splits[0]
-        names = matching(self.configs[config][split], self._names)
+        if config not in self.configs:
+            file = "qrels/test" if config == "default" else config
+            fault = f"no {file} in {self.path}, but {', '.join(self.configs)}"
+            raise self.fault(fault, "give corpus, queries and qrels/test, or the card that names them")
+        own = self.configs[config]
+        if split is None or split not in own:
+            if len(own) != 1:
+                raise self.fault(f"{config} of {self.name or self.path} has the splits {', '.join(own)}, not {split}")
+            (split,) = own
+        names = matching(own[split], self._names)
         if not names:
             raise self.fault(f"no file of {config}/{split} in {self.path}", self.remedy)
         if len(formats := sorted({str(format_of(PurePosixPath(name))) for name in names})) > 1:
@@ -128,15 +126,15 @@ class Repository:
                     self.bad.add(file, number, fault, values)
         self.bad.check()
 
-    def by_query(self, config: str, column: str) -> dict[str, dict[str, Any]]:
-        """Return the rows of a configuration with at most one row per query: `query-id` -> row."""
-        row_of: dict[str, dict[str, Any]] = {}
+    def by_query(self, config: str, column: str) -> dict[str, Any]:
+        """Return a column of a configuration with at most one row per query: `query-id` -> value."""
+        value_of: dict[str, Any] = {}
         for row in self.rows(config, None, ("query-id", column)):
             query = row["query-id"]
-            if query in row_of:
+            if query in value_of:
                 raise self.fault(f"query {query} has two rows in `{config}`", "keep one")
-            row_of[query] = row
-        return row_of
+            value_of[query] = row[column]
+        return value_of
 
 
 def _required(values: Mapping[str, Any], column: str) -> Any:
@@ -172,17 +170,10 @@ def downloaded(task: str, name: str, revision: str | None = None, part: str = ""
         path = Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=wanted))
     except (OSError, HTTPError) as error:
         fault = f"data is not set, and {name} cannot be downloaded ({in_one_line(error)[:300]})"
-        command = download_command(name, Path("DIR", name), revision, part)
-        remedy = f"on a machine with internet run `{command}`, copy DIR, and set data=DIR"
+        copied = Repository(Path("DIR", name), task, name, revision, part)
+        remedy = f"on a machine with internet {copied.remedy}, copy DIR, and set data=DIR"
         raise InputError.of("tasks", task, fault, remedy) from error
     return Repository(path, task, name, revision, part)
-
-
-def download_command(name: str, directory: Place, revision: str | None, part: str) -> str:
-    """Return the command that downloads a repository, or what a task reads of it, to a directory."""
-    words = ["hf download", name, "--repo-type dataset", *([f"--revision {revision}"] if revision else [])]
-    words += [f"--include {CARD} --include '*{part}*'"] if part else []
-    return " ".join([*words, f"--local-dir {directory}"])
 
 
 def configs(card: str, where: str) -> Configs:

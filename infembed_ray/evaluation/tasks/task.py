@@ -14,11 +14,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infembed_ray.errors import InputError
-from infembed_ray.evaluation.metrics import Change, Qrels, Run, p_mrr, robustness, trec_measures
+from infembed_ray.evaluation.metrics import Change, Qrels, Run, p_mrr, right_rank, robustness, trec_measures
 from infembed_ray.progress import say
 from infembed_ray.storage.places import Place
 
 ROBUSTNESS = "Robustness@10"
+PAIRED = "paired accuracy"
+OF_GROUPS = ("Robustness@", PAIRED)
+"""How the measures with a value per group of queries begin."""
 CORPUS = pa.schema([("id", pa.string()), ("text", pa.string())])
 HIGHEST = 1_000_000
 """Maximum score of a judgement: trec_eval counts documents per score and silently gives up above its limit."""
@@ -51,9 +54,9 @@ class Figure:
     name: str
     """Unique in the task: `nDCG@10 (I+,Q+)`."""
     measure: str
-    """A name of `metrics`: `nDCG@10`, `MAP@1000`, `recall@100`, `MRR@10`, `Robustness@10`, `p-MRR`."""
+    """A name of `metrics`: `nDCG@10`, `recall@100`, `MRR@10`, `Robustness@10`, `p-MRR`, `right rank@10`, `paired accuracy`."""
     kind: str | None = None
-    """Restricts the figure to queries of this kind; not for p-MRR and Robustness, which are over changes and groups."""
+    """Restricts the figure to queries of this kind; not for p-MRR, over changes, and for measures of groups."""
 
 
 @dataclass(frozen=True)
@@ -238,24 +241,24 @@ def without_identical(task: Task, leave_out: bool) -> Task:
 def score(task: Task, run: Run) -> dict[str, dict[str, float]]:
     """Compute the values whose means are the task's figures.
 
-    p-MRR has a value per changed query, under the id of the original query; Robustness@k one per group; all other
-    measures one per query, also for queries without a ranking in `run`.
+    p-MRR has a value per changed query, under the id of the original query; Robustness@k and paired accuracy one per group;
+    all other measures one per query, also for queries without a ranking in `run`.
     """
     kinds = {query.id: query.kind for query in task.queries}
     groups = {query.id: query.group for query in task.queries if query.group is not None}
-    plain = {figure.measure for figure in task.figures} - {"p-MRR"}
-    needed = {measure.replace("Robustness", "nDCG") for measure in plain}
-    trec = trec_measures({q: task.qrels[q] for q in kinds}, run, sorted(needed))
+    qrels = {q: task.qrels[q] for q in kinds}
+    of_query = {f.measure: f.measure.replace("Robustness", "nDCG").replace(PAIRED, "right rank") for f in task.figures}
+    plain = {measure for measure in of_query.values() if not measure.startswith(("p-MRR", "right rank"))}
+    trec = trec_measures(qrels, run, sorted(plain))
     scores: dict[str, dict[str, float]] = {}
     for figure in task.figures:
-        if figure.measure == "p-MRR":
+        measure = of_query[figure.measure]
+        if measure == "p-MRR":
             scores[figure.name] = p_mrr(task.changes, run)
-        elif figure.measure.startswith("Robustness@"):
-            ndcg = {q: trec[q][figure.measure.replace("Robustness", "nDCG")] for q in groups}
-            scores[figure.name] = robustness(ndcg, groups)
-        else:
-            counted = (q for q, kind in kinds.items() if figure.kind in (None, kind))
-            scores[figure.name] = {q: trec[q][figure.measure] for q in counted}
+            continue
+        values = {q: trec[q][measure] for q in trec} if measure in plain else right_rank(qrels, run, measure)
+        counted = {q: value for q, value in values.items() if figure.kind in (None, kinds[q])}
+        scores[figure.name] = robustness(values, groups) if figure.measure.startswith(OF_GROUPS) else counted
     return scores
 
 

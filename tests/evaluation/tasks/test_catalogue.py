@@ -21,7 +21,9 @@ from tests.evaluation import published
 @pytest.fixture(scope="module")
 def mirror(tmp_path_factory: pytest.TempPathFactory) -> str:
     root = tmp_path_factory.mktemp("mirror")
-    for write in (published.followir_like, published.mair_like, published.instructir_like):
+    for write in (published.followir_like, published.mair_like, published.instructir_like, published.mfollowir_like):
+        write(root)
+    for write in (published.ifir_like, published.bright_pro_like, published.nevir_like, published.excluir_like):
         write(root)
     return str(published.bright_like(root, [entry.options["subset"] for entry in catalogue.BENCHMARKS["bright"].tasks]))
 
@@ -39,10 +41,14 @@ def test_every_default_task_loads_with_the_figures_that_tables_average(mirror: s
     ("name", "message"),
     [
         ("folowir", "did you mean followir"),
+        ("NevIR", "did you mean nevir"),
+        ("mfollowir/fa", r"did you mean mfollowir/fas\?"),
+        ("nevir@paper", "no such task"),
         ("bright/leetcod", r"did you mean bright/leetcode\?.; for a directory of that name write ./bright/leetcod$"),
         (
             "acme",
-            "no such task, and no such directory; valid: bright, followir, instructir, mair, or OWNER/NAME of the hub",
+            "no such task, and no such directory; valid: bright, bright-pro, excluir, followir, ifir, instructir, mair, "
+            "mfollowir, mfollowir-cross, nevir, or OWNER/NAME of the hub",
         ),
         ("./corpora/acme", "no such task, and no such directory"),
     ],
@@ -63,6 +69,16 @@ def test_a_task_whose_data_are_missing_says_which_command_fetches_them(tmp_path:
         catalogue.load("bright/pony")
     with pytest.raises(InputError, match=re.escape(f"{command}{tmp_path}/mteb/BRIGHT`")):
         catalogue.load("bright/pony", str(tmp_path))
+
+
+def test_excluir_says_where_its_authors_publish_it(tmp_path: Path) -> None:
+    page = re.escape("https://github.com/zwh-sdu/ExcluIR#dataset-download")
+    with pytest.raises(InputError, match=f"the hub does not have its files; download them from {page} to DIR/zwh-sdu"):
+        catalogue.load("excluir")
+    published.excluir_like(tmp_path)
+    (tmp_path / published.EXCLUIR / "corpus.json").unlink()
+    with pytest.raises(InputError, match=f"no file of corpus/ in .*; download it from {page}"):
+        catalogue.load("excluir", str(tmp_path))
 
 
 # ---------- Published tasks by name.
@@ -161,6 +177,6 @@ def test_a_protocol_without_differences_changes_only_the_name(mirror: str) -> No
 
 
 def test_the_documentation_lists_every_mode() -> None:
-    page = PAGE.read_text(encoding="utf-8")
+    protocols, tasks = (page.read_text(encoding="utf-8") for page in (PAGE, PAGE.parent / "guides" / "evaluate.md"))
     for name in catalogue.BENCHMARKS:
-        assert f"`{name}`" in page
+        assert f"`{name}`" in (protocols if name.endswith("@paper") else tasks)

@@ -102,6 +102,37 @@ def test_a_faulty_collection_is_rejected_in_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_languages_levels_pairs_and_exclusions_are_read_as_published(tmp_path: Path) -> None:
+    for write in (published.mfollowir_like, published.bright_pro_like, published.nevir_like, published.excluir_like):
+        write(tmp_path)
+    metadata = published.ifir_like(tmp_path, ["pm"]) / "if-ir/pm/.cache/huggingface/download/README.md.metadata"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"559fdb6{'0' * 33}\n")  # mteb names the commits of IFIR by their first digits
+    names = ("mfollowir/rus", "bright-pro/economics", "nevir", "excluir", "ifir/pm")
+    russian, economics, nevir, excluir, pm = (catalogue.load(name, str(tmp_path)) for name in names)
+
+    others = {catalogue.load(f"mfollowir/{language}", str(tmp_path)).queries[0].id for language in ("fas", "zho")}
+    assert russian.queries[0].id not in others
+    assert {query.kind for query in russian.queries} == {"og", "changed"}
+    post = "Given an Economics post, retrieve relevant passages that help answer the post"
+    assert {query.instruction for query in economics.queries} == {post}
+    assert nevir.qrels["1000-0_q2"] == {"1000-0_doc1": 0, "1000-0_doc2": 1}
+    assert set((nevir.candidates or {})["1000-0_q2"]) == {"1000-0_doc1", "1000-0_doc2"}
+    assert (len(nevir.queries), {query.group for query in nevir.queries[:2]}) == (80, {"1000-0"})
+    assert excluir.qrels["q1"] == {"42": 0, "24": 1}
+    assert (excluir.queries[1].query, texts(excluir)["24"]) == (
+        "What is known about electric buses, other than what vendors say?",
+        DOCUMENTS[24].text,
+    )
+    assert [(query.id, query.kind) for query in pm.queries[:4]] == [
+        ("0_v1", "v1"),
+        ("0_v2", "v2"),
+        ("0_v3", "v3"),
+        ("1_v1", "v1"),
+    ]
+    assert pm.queries[1].instruction == "I want to know more about coffee and sleep. It must be an official source."
+
+
 def test_your_own_directory_is_a_task(tmp_path: Path) -> None:
     name = str(published.beir_like(tmp_path))
 
