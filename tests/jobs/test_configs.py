@@ -1,11 +1,18 @@
 """The settings files of jobs/configs load, and use the shared file system of cluster.yaml."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from infembed_ray.config.planning import PlanTrainSettings
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.config.verbs import VERBS
+from infembed_ray.evaluation.retrievers import baselines
+from infembed_ray.modeling.tokenizer import render
+from infembed_ray.planning.backbones import architectures, load
+from infembed_ray.planning.memory import GIB
+from infembed_ray.planning.train import plan
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "jobs" / "configs"
@@ -36,3 +43,25 @@ def test_the_recipe_of_obedience_loads():
         "train_more.jsonl",
     }
     assert settings.output.startswith(SHARED_DIRECTORY)
+
+
+@pytest.mark.integration  # building a backbone takes seconds, also without its weights
+def test_the_recipe_of_qwen3_embedding_fits_a_gpu_and_its_header_states_the_plan():
+    path = CONFIGS / "recipes" / "qwen3-embedding-4b-lora.yaml"
+    settings = TrainSettings.load(str(path))
+    encoder, published = load(settings), architectures()[settings.model]
+    trained = sum(p.numel() for p in encoder.parameters() if p.requires_grad)
+    whole = sum(p.numel() for p in encoder.parameters()) - trained
+    assert whole == published["parameters"] * 1e9
+    assert 0 < trained < 0.02 * whole
+    baseline = baselines.resolve("x", "qwen3-embedding-4b")
+    text = settings.template and render(settings.template, "{instruction}", "{query}")
+    assert text == str(baseline.instructed_query).replace("Query:", "Query: ")  # the card has no space here
+    made = plan(PlanTrainSettings.load(str(path)))
+    assert made.fits
+    stated = re.findall(r"^# .*: ([\d.]+) GiB and ([\d.]+) hours", path.read_text(), re.MULTILINE)
+    assert [tuple(map(float, each)) for each in stated] == [
+        pytest.approx((made.memory.total / GIB, made.hours), rel=0.02)
+    ]
+    commands = re.findall(r"^#   infembed (\w+)", path.read_text(), re.MULTILINE)
+    assert commands == ["plan", "train", "evaluate", "report"]

@@ -26,7 +26,8 @@ SWEEPS = sorted((CONFIGS / "paper").glob("table*.yaml"))
 
 
 def test_every_backbone_of_tables_2_and_5_has_a_recipe():
-    assert {TrainSettings.load(str(path)).model for path in RECIPES} == set(architectures()) - {"Qwen/Qwen2.5-32B"}
+    others = {"Qwen/Qwen2.5-32B", "Qwen/Qwen3-Embedding-4B"}
+    assert {TrainSettings.load(str(path)).model for path in RECIPES} == set(architectures()) - others
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
