@@ -6,7 +6,7 @@
 The dense rankings of dev.jsonl and dev_reworded.jsonl of DATA/infir_mini (77 records, 1,000 distractors) and of 40 queries of
 Cranfield, over their judged abstracts and 300 others, are re-ranked to --depth, as `infembed serve` does it: the weight is that
 of the reranker against the retrieval's cosine, both standardised per query; 1 is the reranker alone. DIRECTORY is a model of
-`train_cross_encoder.py`. One thread.
+`infembed train head=score`. One thread.
 
 The last line is one JSON object: task -> scorer and weight -> figures x100: nDCG@10 of the three kinds of query, p-MRR,
 violation@2; nDCG@10 for Cranfield; and ms of CPU per re-ranked query.

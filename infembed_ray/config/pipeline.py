@@ -65,6 +65,8 @@ class PipelineSettings(Settings):
                 if not given and self.maker(stage, setting) is None:
                     raise ValueError(f"{stage}.{setting} is missing: set it, or add the stage {' or '.join(makers)}")
         train, evaluate = self.train, self.evaluate
+        if train and train.head == "score":
+            raise ValueError("train.head=score: the later stages take an encoder; train a reranker by `infembed train`")
         if evaluate and evaluate.gate and evaluate.models and evaluate.gate not in evaluate.models:
             raise ValueError(f"evaluate.gate={evaluate.gate}: not a label of evaluate.models; give one, or null")
         same_records = train and evaluate and self.maker(*HELD_OUT) and self.maker("train", "records")

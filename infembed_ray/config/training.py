@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from infembed_ray.config.base import InputPath, ModelName, RecordsPath, RowSettings, Settings, runtime_field
 
@@ -49,6 +50,14 @@ class ValidationSettings(Settings):
     patience: int | None = Field(None, ge=1, description="evaluations without a better score before the run stops")
 
 
+_OF_SCORES = {"objective": "uni{P}", "temperature": 1.0}
+"""Defaults with `head=score`."""
+_TEXTS = ("append_eos", "passage_prefix", "query_length", "query_prefix", "template")
+_VECTORS = ("bidirectional", "interaction", "iq_negatives", "matryoshka", "pooling", "share_encoder", "term_weights")
+_OF_EMBEDDINGS = (*_TEXTS, *_VECTORS, "distillation", "interpolation", "lora", "validation")
+"""Settings that `head=score` does not take."""
+
+
 class TrainSettings(RowSettings):
     """`infembed train`: records + a backbone -> a model (paper, section 5)."""
 
@@ -57,6 +66,11 @@ class TrainSettings(RowSettings):
     output: str = runtime_field(description="directory or object-store URI of the published model")
     split: str | None = Field(None, description="use only rows whose column `split` has this value")
     sources: dict[str, Source] = Field({}, description="name -> a source, instead of `records`; `mixture` weighs them")
+    head: Literal["embedding", "score"] = Field(
+        "embedding",
+        description="embedding: a retriever; score: a reranker (cross-encoder), by the softmax over a tuple's passages, so "
+        "with objective=uni{P}, temperature=1 and no setting of vectors",
+    )
     objective: str = Field("multi{P,I}", description="uni{...} or multi{...} of P, I, IQ (Eq. 8-21); nce{PIQ} (Eq. 1)")
     temperature: float = Field(0.05, gt=0, description="temperature: divisor of the similarities")
     term_weights: dict[Variable, Annotated[float, Field(gt=0)]] = Field(
@@ -84,7 +98,9 @@ class TrainSettings(RowSettings):
     query_length: int | None = Field(
         None, ge=8, description="maximum tokens of instruction + query; null: the model's, else 256"
     )
-    passage_length: int | None = Field(None, ge=8, description="maximum tokens of a passage; null: the model's, or 512")
+    passage_length: int | None = Field(
+        None, ge=8, description="maximum tokens of a passage, of a pair with head=score; null: the model's, or 512"
+    )
     query_prefix: str | None = Field(
         None, description="text before instruction and query, for example e5's 'query: '; null: the model's, else none"
     )
@@ -144,6 +160,20 @@ class TrainSettings(RowSettings):
         description="tensorboard, and functions or classes as module:name, which worker 0 calls with every step and its figures",
     )
     checkpoint_every: int = runtime_field(50, ge=1, description="steps between checkpoints")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_head(cls, values: Any) -> Any:
+        return _OF_SCORES | values if isinstance(values, dict) and values.get("head") == "score" else values
+
+    @model_validator(mode="after")
+    def _fits_its_head(self) -> Self:
+        if self.head == "score":
+            foreign = [name for name in _OF_EMBEDDINGS if getattr(self, name) != type(self).model_fields[name].default]
+            foreign += ["objective"] * (self.objective != _OF_SCORES["objective"])
+            if foreign:
+                raise ValueError(f"{', '.join(foreign)}: not with head=score; leave out, or set head=embedding")
+        return self
 
     def identity(self) -> dict[str, Any]:
         """Include the number of workers if a setting draws negatives from a worker's own share of a step."""

@@ -329,7 +329,12 @@ def load(
     import torch
 
     setting = f"model={model}"
-    native = native or bool(read_json(model, OWN_CONFIG))  # `checkpoint_writer.write` wrote it
+    own = read_json(model, OWN_CONFIG)
+    native = native or bool(own)  # `checkpoint_writer.write` wrote it
+    if own.get("head") == "score":
+        raise InputError(
+            f"{setting}: is a reranker without embeddings; evaluate it with kind=classifier, or give an encoder"
+        )
     remedy = "set bidirectional=true or false, as its model card says, to load the class of transformers instead, or "
     configs = [pretrained.config(model, setting, tower, native=native, remedy=remedy) for tower in towers]
     tokenizer = pretrained.tokenizer(model, setting, towers[0], native=native, remedy=remedy)

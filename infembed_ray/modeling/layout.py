@@ -39,6 +39,7 @@ class Layout:
         position_ids: (rows, width) positions; None: 0, 1, 2, ... in every row.
         pairs: (embeddings, 2) for texts that make one embedding in pairs (Interaction II): index of the instruction, -1
             for none, and of the query. All instructions come before all queries. None: each text makes one embedding.
+        token_type_ids: (rows, width) segments of pairs that a cross-encoder reads; None: none.
     """
 
     input_ids: Tensor
@@ -48,6 +49,7 @@ class Layout:
     side: Side = "passage"
     position_ids: Tensor | None = None
     pairs: Tensor | None = None
+    token_type_ids: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -67,8 +69,9 @@ class Layout:
             # Without a mask, transformers would look for packed rows in the positions, and so wait for the kernels in
             # flight. It passes on a mask of four dimensions, which the layout's own attention does not read.
             mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=self.input_ids.device)
-        inputs = {"input_ids": self.input_ids, "attention_mask": mask}
-        return inputs if self.position_ids is None else inputs | {"position_ids": self.position_ids}
+        further = {"position_ids": self.position_ids, "token_type_ids": self.token_type_ids}
+        given = {name: value for name, value in further.items() if value is not None}
+        return {"input_ids": self.input_ids, "attention_mask": mask, **given}
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -92,7 +95,10 @@ def padded(sequences: Sequence[Tokens], pad_id: int) -> Layout:
     rows[real] = ids
     arrays = rows, real.astype(np.int64), np.flatnonzero(real), lengths
     input_ids, mask, tokens, counts = map(torch.from_numpy, arrays)
-    return Layout(input_ids, mask, tokens, counts, sequences[0].side)
+    types = None
+    if segments := [*chain.from_iterable(s.segments for s in sequences)]:
+        types = torch.zeros_like(input_ids).masked_scatter(mask.bool(), torch.tensor(segments))
+    return Layout(input_ids, mask, tokens, counts, sequences[0].side, token_type_ids=types)
 
 
 def length_sorted_batches(lengths: Sequence[int], batch_tokens: int, padded: bool = True) -> Iterator[list[int]]:

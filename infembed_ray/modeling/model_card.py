@@ -52,10 +52,11 @@ def write(
     base = base_model if on_hub else Path(base_model).name
     sources = Counter(data.sources)
     non_commercial = any(name in source.lower() for source in sources for name in _MS_MARCO)
+    kinds = ["cross-encoder", "text-ranking"] if settings.get("head") == "score" else ["feature-extraction"]
     front = ModelCardData(
         library_name="sentence-transformers",
-        pipeline_tag="feature-extraction",
-        tags=["sentence-transformers", "feature-extraction", "instruction-following", TAG],
+        pipeline_tag=kinds[-1],
+        tags=["sentence-transformers", *kinds, "instruction-following", TAG],
         base_model=base if on_hub else None,
         license="other" if non_commercial else None,
         license_name="ms-marco-non-commercial" if non_commercial else None,

@@ -164,19 +164,20 @@ def require_embedded(tokenizer: Any, model: Any, setting: str) -> None:
         )
 
 
-def build(config: Any, **options: Any) -> Any:
-    """Build a backbone without weights of a model."""
-    from transformers import AutoModel
+def build(config: Any, kind: str = "AutoModel", **options: Any) -> Any:
+    """Build a backbone, or another auto class of transformers, without weights of a model."""
+    import transformers
 
-    return AutoModel.from_config(config, trust_remote_code=False, **options)
+    return getattr(transformers, kind).from_config(config, trust_remote_code=False, **options)
 
 
-def weights(kind: str, model: str, setting: str, **options: Any) -> Any:
+def weights(kind: str, model: str, setting: str, new_head: bool = False, **options: Any) -> Any:
     """Load a model with its weights.
 
     Args:
         kind: auto class of transformers, such as `AutoModel`.
         model, setting: as of `config`.
+        new_head: accept that the layers over the backbone have no weights; they are then random.
         options: options of `from_pretrained`.
 
     Raises:
@@ -189,8 +190,10 @@ def weights(kind: str, model: str, setting: str, **options: Any) -> Any:
     remedy = "give a directory with config.json, tokenizer and safetensors, or a reachable hub name"
     with _loading(setting, "cannot be loaded", remedy):
         loaded, info = getattr(transformers, kind).from_pretrained(model, **options, **checked)
-    # Embeddings do not use the layer that BERT's family has over [CLS].
-    missing = {name for name in info["missing_keys"] if kind != "AutoModel" or "pooler" not in name.split(".")}
+    # Embeddings do not use the layer that BERT's family has over [CLS], and a new head is trained with it.
+    pooled, required = kind != "AutoModel" and not new_head, f"{loaded.base_model_prefix}." if new_head else ""
+    missing = {name for name in info["missing_keys"] if pooled or "pooler" not in name.split(".")}
+    missing = {name for name in missing if name.startswith(required)}
     shapes = [f"{name} {tuple(file)} instead of {tuple(needed)}" for name, file, needed in info["mismatched_keys"]]
     for problem, names in (("has no weights for", missing), ("has weights of another shape:", shapes)):
         if names:

@@ -72,6 +72,7 @@ class ModelReranker(PairScorer):
         self.source = settings.model
         setting = f"kind={settings.kind}, model={settings.model}"
         self.tokenizer = pretrained.tokenizer(settings.model, setting, revision=settings.revision)
+        on_meta: dict[str, Any] = {"device_map": device} if device == "meta" else {}
         self.model = pretrained.weights(
             self.model_class,
             settings.model,
@@ -80,7 +81,7 @@ class ModelReranker(PairScorer):
             config=pretrained.config(settings.model, setting, revision=settings.revision),
             dtype=getattr(torch, settings.dtype),
             use_safetensors=True,
-            **({"device_map": device} if device == "meta" else {}),
+            **on_meta,
         )
         pretrained.require_embedded(self.tokenizer, self.model, setting)
         positions = getattr(self.model.config, "max_position_embeddings", None)
@@ -102,7 +103,7 @@ class ModelReranker(PairScorer):
         with only_texts(text for query, _ in pairs for text in (query.query, query.instruction or "")):
             texts = {query: query_text(self._settings, query) for query in {query for query, _ in pairs}}
             if (limit := self._settings.query_length) is not None:
-                texts = {query: self._truncated(text, limit) for query, text in texts.items()}
+                texts = {query: _truncated(self.tokenizer, text, limit) for query, text in texts.items()}
         filled = [(texts[query], passage_text(self._settings.passage, text)) for query, text in pairs]
         with only_texts(itertools.chain(*filled)):
             return self._tokenize(filled)
@@ -121,14 +122,6 @@ class ModelReranker(PairScorer):
     @abstractmethod
     def _relevance(self, batch: Any) -> Tensor:
         """Return the logit differences of a padded batch: (n)."""
-
-    def _truncated(self, text: str, tokens: int) -> str:
-        """Return the beginning of a text, at most `tokens` tokens long; characters are never divided."""
-        places = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        if len(places) <= tokens:
-            return text
-        # A byte-level tokenizer may have several tokens at the place of one character.
-        return text[: min(places[tokens - 1][1], places[tokens][0])] if tokens > 0 else ""
 
 
 class _Answering(ModelReranker):
@@ -166,7 +159,7 @@ class _Answering(ModelReranker):
                     break
                 # Truncation can change the tokens at the cut, so one pass may not be enough.
                 length = len(self.tokenizer(texts[part], add_special_tokens=False)["input_ids"])
-                texts[part] = self._truncated(texts[part], length - excess)
+                texts[part] = _truncated(self.tokenizer, texts[part], length - excess)
         fault = f"the format `pair` alone is longer by {excess} tokens"
         raise InputError.of("pair_length", self._settings.pair_length, fault, "raise it")
 
@@ -223,15 +216,7 @@ class Classifier(ModelReranker):
             raise InputError.of("model", settings.model, fault, "give a model that was trained as a reranker")
 
     def _tokenize(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
-        if not pairs:
-            return []
-        most = self._settings.pair_length
-        limit = most - self.tokenizer.num_special_tokens_to_add(pair=True) - 1
-        queries = {query: self._truncated(query, limit) for query in {query for query, _ in pairs}}
-        # Lists, not single texts: the tokenizer takes a single empty passage for none and leaves out its [SEP].
-        firsts, seconds = [queries[query] for query, _ in pairs], [passage for _, passage in pairs]
-        encoded = self.tokenizer(firsts, seconds, truncation="only_second", max_length=most)
-        return _rows(encoded, *encoded)
+        return tokenized_pairs(self.tokenizer, pairs, self._settings.pair_length)
 
     def _relevance(self, batch: Any) -> Tensor:
         logits = self.model(**batch).logits.float()
@@ -240,6 +225,27 @@ class Classifier(ModelReranker):
 
 KINDS: dict[str, type[ModelReranker]] = {"classifier": Classifier, "causal": Causal, "seq2seq": Seq2Seq}
 """Kind of the settings -> class."""
+
+
+def tokenized_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]], length: int) -> list[dict[str, list[int]]]:
+    """Tokenize (query, passage) pairs for a classifier, truncated to `length` tokens: the query only if it alone is longer."""
+    if not pairs:
+        return []
+    limit = length - tokenizer.num_special_tokens_to_add(pair=True) - 1
+    queries = {query: _truncated(tokenizer, query, limit) for query in {query for query, _ in pairs}}
+    # Lists, not single texts: the tokenizer takes a single empty passage for none and leaves out its [SEP].
+    firsts, seconds = [queries[query] for query, _ in pairs], [passage for _, passage in pairs]
+    encoded = tokenizer(firsts, seconds, truncation="only_second", max_length=length)
+    return _rows(encoded, *encoded)
+
+
+def _truncated(tokenizer: Any, text: str, tokens: int) -> str:
+    """Return the beginning of a text, at most `tokens` tokens long; characters are never divided."""
+    places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    if len(places) <= tokens:
+        return text
+    # A byte-level tokenizer may have several tokens at the place of one character.
+    return text[: min(places[tokens - 1][1], places[tokens][0])] if tokens > 0 else ""
 
 
 def _rows(encoded: Any, *names: str) -> list[dict[str, list[int]]]:

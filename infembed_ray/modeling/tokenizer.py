@@ -49,11 +49,13 @@ class Tokens:
         side: query or passage; separate encoders embed them differently.
         instruction: number of leading ids that belong to the instruction, which all queries under it share; 0 without an
             instruction, or if the instruction does not come first.
+        segments: segment of each token (`token_type_ids`) of a cross-encoder's pair; empty: none.
     """
 
     ids: list[int]
     side: Side = "passage"
     instruction: int = 0
+    segments: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.ids)

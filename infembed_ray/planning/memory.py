@@ -198,7 +198,7 @@ def saved_bytes(encoder: InstructionEncoder, dtype: torch.dtype, compiled: bool 
 
     `compiled` layers compute parts of the forward pass again; of those with checkpointing, nothing was measured.
     """
-    backbone: Any = encoder.backbone.to(dtype)
+    backbone: Any = encoder.backbone.base_model.to(dtype)
     backbone.set_attn_implementation(_ATTENTION)
     backbone.train()
     plain = _count(backbone, dtype)

@@ -161,6 +161,8 @@ def _design(settings: SweepSettings, row: str, change: dict[str, Any]) -> TrainS
     """Return the checked training of a row, with absolute paths, without its backbone and seed."""
     train = TrainSettings.from_mapping(settings.train.model_dump() | change, where=f"row {row}: ")
     try:
+        if train.head == "score":
+            raise InputError.of("head", "score", "trials evaluate encoders", "train rerankers by `infembed train`")
         Objective.from_settings(train)
         deepspeed_config.check(train)
         return _absolute_inputs(train, "")

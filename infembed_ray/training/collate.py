@@ -9,8 +9,9 @@ from itertools import islice
 from typing import Any
 
 from infembed_ray.config.training import IQNegatives
+from infembed_ray.modeling.cross_encoder import CrossEncoder
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.modeling.tokenizer import Tokens
+from infembed_ray.modeling.tokenizer import Tokens, render
 from infembed_ray.records.tuples import Example, TrainingRecord
 from infembed_ray.training.losses import NCE, Objective
 
@@ -53,6 +54,18 @@ def flatten(record: TrainingRecord) -> tuple[TrainingTuple, ...]:
         TrainingTuple(bad, record.query_positive, record.hard_negative_document_1, good),
         TrainingTuple(good, record.query_negative, record.hard_negative_document_2, bad),
     )
+
+
+def contrasted(record: TrainingRecord) -> list[TrainingTuple]:
+    """Return the tuples of a record with all passages that a cross-encoder contrasts as hard negatives, in an order of their own.
+
+    These are the row's hard negatives and the passages of the record's other tuples, without those that answer it.
+    """
+    rows = flatten(record)
+    passages = sorted({passage for row in rows for passage in (row.passage, *row.negatives)})
+    answers = {(row.instruction, row.query, p) for row in rows for p in (row.passage, *row.other_positives)}
+    candidates = [tuple(p for p in passages if (row.instruction, row.query, p) not in answers) for row in rows]
+    return [replace(row, negatives=negatives) for row, negatives in zip(rows, candidates, strict=True)]
 
 
 def drawn(record: TrainingRecord, hard_negatives: int | None, seed: str) -> TrainingRecord:
@@ -102,7 +115,8 @@ class Batch:
         instruction_candidates: `queries[n]` for n in `instruction_candidates[i]` are the (I_j, Q_i) of row i; for
             `nce{PIQ}`, j runs over all rows of the step. Empty if the objective does not contrast instructions.
         query_candidates: The same for the (I_i, Q_k) of row i. Empty unless the negatives of IQ are these.
-        passages: B passages of the rows, then their hard negatives, row by row.
+        passages: B passages of the rows, then their hard negatives, row by row; for a cross-encoder each as a pair with its row's
+            instruction and query, and nothing but sizes and counts is given besides.
         query_ids, passage_ids: Hashes of the tokens of `queries` and `passages`, the same on every worker.
         sizes: Rows of every worker, in rank order.
         rank: Rank of this worker.
@@ -167,6 +181,8 @@ def collate(
         iq_negatives: `ik` pairs each row's instruction with all queries of this worker's share.
         seed: Seed of the drawn instructions.
     """
+    if isinstance(encoder, CrossEncoder):
+        return _collate_pairs(encoder, shares, rank)
     step = [[t for record in share for t in flatten(record)] for share in shares]
     sizes = [len(share) for share in step]
     rows = step[rank]
@@ -199,6 +215,15 @@ def collate(
         other_sizes=[sum(len(t.other_positives) for t in share) for share in step],
         teacher=[t.scores for t in rows],
     )
+
+
+def _collate_pairs(encoder: CrossEncoder, shares: Sequence[Sequence[TrainingRecord]], rank: int) -> Batch:
+    step = [[t for record in share for t in contrasted(record)] for share in shares]
+    rows = [(t, t.passage) for t in step[rank]] + [(t, p) for t in step[rank] for p in t.negatives]
+    texts = [(render("instruction_first", t.instruction, t.query), passage) for t, passage in rows]
+    sizes, counts = [len(share) for share in step], [len(t.negatives) for share in step for t in share]
+    pairs = encoder.tokenize_pairs(texts)
+    return Batch([], [], [], [], pairs, [], [], sizes, rank, counts, other_positives=[], other_sizes=[], teacher=[])
 
 
 def _candidate_instructions(

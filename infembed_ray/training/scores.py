@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from infembed_ray.config.training import Variable
 from infembed_ray.modeling.layout import on_device
@@ -39,8 +40,11 @@ def score_batch(objective: Objective, batch: Batch, queries: Tensor, passages: T
         objective: Objective, whose variables decide the candidates.
         batch: This worker's share of the step.
         queries: (n, d) unit vectors of `batch.queries`.
-        passages: (m, d) unit vectors of `batch.passages`.
+        passages: (m, d) unit vectors of `batch.passages`, or (m,) scores of a cross-encoder's pairs: a row's candidates are
+            its own hard negatives then.
     """
+    if passages.ndim == 1:
+        return _score_pairs(batch, passages)
     device = queries.device
     own_rows, query_ids, passage_ids = (_on(v, device) for v in (batch.own, batch.query_ids, batch.passage_ids))
     own, own_ids = queries[own_rows], query_ids[own_rows]  # iq_ii
@@ -76,6 +80,14 @@ def score_batch(objective: Objective, batch: Batch, queries: Tensor, passages: T
         mask = ids != _tuple_ids(own_ids, passage_ids).unsqueeze(1)
         negatives["PIQ"] = Negatives(similarities.expand(len(own), -1), mask)
     return Scores((own * passages).sum(dim=1), negatives)
+
+
+def _score_pairs(batch: Batch, scores: Tensor) -> Scores:
+    rows = batch.sizes[batch.rank]
+    counts = batch.hard_counts[sum(batch.sizes[: batch.rank]) :][:rows]
+    negatives = pad_sequence(scores[rows:].split(counts), batch_first=True)
+    mask = torch.arange(negatives.shape[1], device=scores.device) < _on(counts, scores.device).unsqueeze(1)
+    return Scores(scores[:rows], {"P": Negatives(negatives, mask)})
 
 
 def _every_tuple(

@@ -148,6 +148,7 @@ def enable_packing(backbone: Any) -> bool:
 @torch.inference_mode()
 def _packs_exactly(backbone: Any) -> bool:
     """Compare packed with padded states of two texts, one of them longer than a window of up to 256 tokens."""
+    backbone = backbone.base_model  # without a head
     embeddings, config = backbone.get_input_embeddings().weight, backbone.config
     if embeddings.is_meta:
         return True
