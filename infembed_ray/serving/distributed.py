@@ -93,13 +93,13 @@ def serving(settings: ServeSettings) -> Iterator[str]:
 
 def stop() -> None:
     """Stop the API of this cluster, and Serve as well if it serves nothing else."""
+    if all(f"{name}-".startswith(f"{APPLICATION}-") for name in serve.status().applications):
+        return serve.shutdown()  # stops all applications side by side
     others = {name: config for name, config in ray_compat.applied_configs().items() if name != APPLICATION}
     ray_compat.apply_configs(others)  # so that another controller does not start the API again
     serve.delete(APPLICATION)  # before its parts, which it would start again
     for name in filter(lambda name: name.startswith(f"{APPLICATION}-"), serve.status().applications):
         serve.delete(name)
-    if not serve.status().applications:
-        serve.shutdown()
 
 
 def _stop_if_current(plan: Plan) -> None:
@@ -109,6 +109,7 @@ def _stop_if_current(plan: Plan) -> None:
     except Exception:  # the ingress is lost
         served = None
     if served is None or served.command == plan.release.command:
+        say(f"serve: stopping; requests in flight have up to {plan.settings.request_timeout_s:g} s to end")
         stop()
 
 
@@ -155,7 +156,7 @@ def _deploy(plan: Plan) -> None:
 
 def _start_serve(plan: Plan) -> None:
     """Start Ray Serve; wait once more if its proxies take longer than Serve's limit of 60 s."""
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # warnings of calls that are made again
     environment = free_haproxy_ports() | plan.controller_environment
     for last in (False, True):
         try:
@@ -195,6 +196,7 @@ def _connect(plan: Plan) -> None:
         require_free_port(plan.settings.host, port)  # before a cluster is started
         for name, value in ray_compat.NO_IDLE_WORKERS.items():
             os.environ.setdefault(name, value)
+        say("serve: starting Ray on this machine")
         connect()
     status = serve.status()
     if status.proxies and not status.applications:  # a killed job left Serve listening

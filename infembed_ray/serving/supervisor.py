@@ -9,6 +9,7 @@ import asyncio
 import contextvars
 import logging
 import pkgutil
+import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -70,7 +71,7 @@ KEPT_VERSIONS = 2
 """Versions of an index that a compaction leaves: the one that was served until then, and the next."""
 POLL_S = 1.0
 """Seconds between two status queries to Serve's controller; each takes 0.1 s of CPU, which starting replicas need."""
-PROGRESS_S = 10.0
+PROGRESS_S = 30.0
 """Seconds between two lines about a starting application."""
 PROBE_TOP_K = 100
 """Hits per probe; a passage that is not among them has rank PROBE_TOP_K + 1."""
@@ -520,8 +521,15 @@ def wait_until_running(name: str) -> None:
 def _say_progress(name: str, application: ApplicationStatusOverview) -> None:
     """Say what an application waits for, unless it runs."""
     if application.status != ApplicationStatus.RUNNING:
-        states = [f"{part}: {' '.join(state.message.split())}" for part, state in application.deployments.items()]
-        say(f"serve: waiting for {name}: {'; '.join(states) or application.message}")
+        reasons = {_reason(state.message) for state in application.deployments.values()} - {""}
+        say(": ".join([f"serve: waiting for {name}", *sorted(reasons)]))
+
+
+def _reason(message: str) -> str:
+    """Return in a few words why a deployment does not run yet, if Serve's long message about it has a reason."""
+    if needed := re.search(r"Resources required for each replica: (\{.*?\})", message):
+        return f"a process, or room, for a replica with {needed[1]}"
+    return f"it failed and starts again: {message.strip().splitlines()[-1]}" if "Traceback" in message else ""
 
 
 def _start_failure(name: str, application: ApplicationStatusOverview) -> Exception:

@@ -331,6 +331,8 @@ def test_the_command_serves_with_keys_and_is_upgraded_by_a_second_command(index:
         assert answer["index_version"] == other.name
         server.send_signal(signal.SIGINT)
         assert server.wait(timeout=60) == 0
+        assert [line for line in lines if not line.startswith(("serve: ", "  playground: "))] == []
+        assert max(map(len, lines)) < 200
     wait_until(lambda: is_free(port), 10)
 
 

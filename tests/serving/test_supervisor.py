@@ -330,3 +330,23 @@ async def test_a_config_file_that_the_latest_version_has_overtaken_is_not_return
         assert api.wanted == api.served
     else:
         await api.supervisor.admit(api.served, before)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("", ""),
+        ("Deployment 'e' in application 'a' has 1 replicas that have taken more than 30s to initialize.\nSlow.", ""),
+        (
+            "Deployment 'e' in application 'a' has 1 replicas that have taken more than 30s to be scheduled. Resources "
+            'required for each replica: {"CPU": 1.0}, total resources available: {"CPU": 0.7}. Use `ray status`.',
+            'a process, or room, for a replica with {"CPU": 1.0}',
+        ),
+        (
+            "It failed to start 1 times. Error:\nTraceback (most recent call last):\n  File\nOSError: no such shard\n",
+            "it failed and starts again: OSError: no such shard",
+        ),
+    ],
+)
+def test_a_wait_is_explained_in_a_few_words_of_serves_message(message: str, reason: str) -> None:
+    assert supervisor._reason(message) == reason

@@ -14,10 +14,10 @@ let asked = new Map(); // request, as JSON -> promise of its explanation
 /** Forget the explanations of an earlier answer. */
 export function forgetExplanations() { asked = new Map(); }
 
-/** The request that explains a ranking, from the one that gave both; null if neither has an instruction. */
-export function explaining({ query, instruction, top_k: k, ...rest }, i) {
-  const told = instruction[i] ?? instruction[1 - i];
-  return told && { query: query[i], instruction: told, top_k: Math.min(k, MOST_HITS), ...rest, explain: true };
+/** The request that explains a ranking, from those that gave both; undefined if neither has an instruction. */
+export function explaining(requests, i) {
+  const told = [requests[i], requests[1 - i]].find(({ instruction }) => instruction);
+  return told && { ...told, top_k: Math.min(told.top_k, MOST_HITS), explain: true };
 }
 
 /** Let the button of a hit show and hide why it is there. `ask` sends a request. */

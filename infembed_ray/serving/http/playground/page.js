@@ -24,6 +24,13 @@ export const choose = (name, value) => {
   document.querySelector(`input[name=${name}][value="${value}"]`).checked = true;
 };
 
+/** The whole phrases with which a text begins, of so many characters at most. */
+export const phrases = (text, most) => (text.length <= most ? text : text.slice(0, most + 1).match(/^.*[.,:;!?](?=\s)/su)?.[0]);
+
+/** The beginning of a text: whole phrases, or whole words if its first phrase is longer. */
+export const lead = (text, most) =>
+  phrases(text, most) ?? text.slice(0, most + 1).match(/^.*\S(?=\s)/su)?.[0] ?? text.slice(0, most);
+
 /** What the address asks for. */
 export const stateOf = () => Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
 

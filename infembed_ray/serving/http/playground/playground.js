@@ -1,11 +1,12 @@
 // The playground: one query, two instructions, their rankings side by side.
 //
-// Both rankings come from one request, and so from one version of the index. Answers are shown as text, never as markup.
+// Both rankings come from one version of the index. Answers are shown as text, never as markup.
 // The API key is kept in `apiKey` only: neither in the URL nor in storage.
 
 import { $, choose, chosen, element, stateOf } from "./page.js";
 import { SIDES, layout, reveal, searched, setLayout, show, single } from "./results.js";
 import { SNIPPETS, toClipboard } from "./snippets.js";
+import { SAMPLE, instructionsFor, questionFrom } from "./suggestions.js";
 
 const MOST_RETRIES = 5;
 const DEFAULT_COLLECTION = "index";
@@ -46,10 +47,11 @@ const titled = (query) => `${query && `${query} · `}infembed playground`;
 
 function compare() {
   $("ask").classList.toggle("two", two());
+  $("label-b").textContent = two() ? "Second instruction" : "Instruction";
 }
 
-/** The body for POST /v1/search; null with the fault told at its field. */
-function body({ q, a, b, filter, k }) {
+/** The bodies for POST /v1/search, one for each ranking; null with the fault told at its field. */
+function bodies({ q, a, b, filter, k }) {
   if (!q.trim()) return fault("query", "Type what the passages should be about.");
   let conditions = null;
   try {
@@ -57,8 +59,10 @@ function body({ q, a, b, filter, k }) {
   } catch (error) {
     return fault("filter", `This is not JSON: ${error.message}`);
   }
-  const instruction = [a, b].map((text) => text?.trim() || null);
-  return { query: [q, q], instruction, top_k: Number(k), ...(conditions !== null && { filter: conditions }) };
+  return [a, b].map((text) => ({
+    query: q, ...(text?.trim() && { instruction: text.trim() }), top_k: Number(k),
+    ...(conditions !== null && { filter: conditions }),
+  }));
 }
 
 /** Say at a field what is wrong with it, and go there. */
@@ -75,10 +79,10 @@ function clearFaults() {
   for (const field of document.querySelectorAll("[aria-invalid]")) field.removeAttribute("aria-invalid");
 }
 
-/** The field that the server means by `param`; the instruction that is meant is told in the message. */
-function fieldOf({ param, message }) {
+/** The field that the server means by `param`. */
+function fieldOf({ param, side }) {
   const name = (param ?? "").split(".")[0];
-  if (name === "instruction") return two() && message.startsWith("instruction.0") ? "instruction-a" : "instruction-b";
+  if (name === "instruction") return `instruction-${side}`;
   return { query: "query", filter: "filter", top_k: "top-k" }[name];
 }
 
@@ -117,7 +121,7 @@ async function introduce() {
     cards = (await call("v1/collections")).data;
   } catch (error) {
     if (!(error instanceof Refusal)) throw error;
-    if (error.status === 401) askForKey(apiKey && error.message);
+    if (error.status === 401) askForKey(error);
     return; // a search reports any other error
   }
   if (!cards.length) return; // the key is for collections that are not served
@@ -138,12 +142,14 @@ function chooseCollection(name) {
 function present(card) {
   $("served").textContent = `${card.id} · ${card.passages.toLocaleString("en")} passages`;
   const fields = Object.entries(card.metadata);
-  $("fields").replaceChildren(...(fields.length ? ["Fields: "] : []), ...fields.map(([name, type]) => {
-    const chip = element("button", "chip", `${name} ${type}`);
-    chip.type = "button";
-    chip.addEventListener("click", () => beginCondition(name, type));
-    return chip;
-  }));
+  $("fields").replaceChildren(...(fields.length ? ["Fields: "] : []), ...fields.map(([name, type]) =>
+    chip(`${name} ${type}`, () => beginCondition(name, type))));
+}
+
+function chip(text, act) {
+  const button = Object.assign(element("button", "chip", text), { type: "button" });
+  button.addEventListener("click", act);
+  return button;
 }
 
 const NOW = new Date().toISOString();
@@ -166,8 +172,8 @@ async function search({ attempt = 0, address = true } = {}) {
   forget();
   clearFaults();
   const asked = question();
-  const request = body(asked);
-  if (!request) return;
+  const requests = bodies(asked);
+  if (!requests) return;
   const fragment = `#${new URLSearchParams(Object.entries(asked).filter(([name, value]) => value || name === "a"))}`;
   if (address && fragment !== location.hash) history.pushState(null, "", fragment);
   document.title = titled(asked.q);
@@ -178,8 +184,14 @@ async function search({ attempt = 0, address = true } = {}) {
   const began = performance.now();
   try {
     const ask = (body, signal) => call(to, { method: "POST", body: JSON.stringify(body), signal });
-    const found = await ask(request, mine.signal);
-    show({ request, path: to, found, roundTrip: performance.now() - began, ask });
+    const found = await Promise.all(requests.map((request, i) => ask(request, mine.signal).catch((error) => {
+      throw Object.assign(error, { side: SIDES[i] });
+    })));
+    if (found[0].index_version !== found[1].index_version) {
+      throw new Refusal(503, { message: "The index changed between the two rankings." }, 1);
+    }
+    show({ requests, path: to, found, roundTrip: performance.now() - began, ask });
+    suggest(found[0].hits);
   } catch (error) {
     if (mine.signal.aborted) return;
     if (!(error instanceof Refusal)) throw error;
@@ -187,6 +199,24 @@ async function search({ attempt = 0, address = true } = {}) {
   } finally {
     if (running === mine) busy(false);
   }
+}
+
+/** Offer instructions for the query: a chip shows one, the only thing that differs. */
+function suggest(hits) {
+  $("suggestions").replaceChildren(...instructionsFor(hits).map((instruction) => element("li", "", chip(instruction, () => {
+    $("instruction-b").value = instruction;
+    search();
+  }))));
+}
+
+/** Begin with a question from the index, so that the page shows what an instruction does. */
+async function begin() {
+  const sample = await call(path(), { method: "POST", body: JSON.stringify(SAMPLE) }).catch(refuse);
+  const query = sample && questionFrom(sample.hits);
+  if (!query || $("query").value) return; // typed meanwhile
+  fill({ ...question(), q: query, b: instructionsFor(sample.hits)[0] });
+  $("query").select();
+  await search({ address: false });
 }
 
 function busy(now) {
@@ -206,8 +236,8 @@ const TITLES = {
   503: "The server cannot answer now.", 504: "The answer took too long.",
 };
 
-function refuse(error, attempt) {
-  if (error.status === 401) return askForKey(apiKey && error.message);
+function refuse(error, attempt = MOST_RETRIES) {
+  if (error.status === 401) return askForKey(error);
   const field = error.status === 400 && fieldOf(error);
   if (field) return fault(field, error.message);
   $("trouble-title").textContent = TITLES[error.status] ?? "The server rejected the request.";
@@ -230,9 +260,11 @@ function forget() {
   $("countdown").textContent = "";
 }
 
-function askForKey(message) {
+/** Without a key that the server accepts, the question cannot be asked. */
+function askForKey(refusal) {
   $("key-form").hidden = false;
-  if (message) fault("key", message);
+  $("ask").inert = Boolean(refusal);
+  if (refusal && apiKey) fault("key", refusal.message);
   else $("key").focus();
 }
 
@@ -274,10 +306,11 @@ $("key-form").addEventListener("submit", async (event) => {
   apiKey = given;
   $("key").value = "";
   $("key-form").hidden = true;
+  $("ask").inert = false;
   $("change-key").hidden = false;
   $("query").focus();
   await introduce();
-  if ($("key-form").hidden && $("query").value) search();
+  if (!$("ask").inert) await ($("query").value ? search() : begin());
 });
 $("change-key").addEventListener("click", () => {
   if ($("key-form").hidden) askForKey();
@@ -285,18 +318,20 @@ $("change-key").addEventListener("click", () => {
 });
 $("rankings").addEventListener("click", ({ target }) => { if (target.dataset.copy) copy(target); });
 
-/** Show what the address asks for. */
+/** Show what the address asks for, once the server accepts requests. */
 function arrive() {
   fill(stateOf());
   document.title = titled($("query").value);
+  if ($("ask").inert) return;
   if ($("query").value) return search({ address: false });
   forget();
   running?.abort();
   $("trouble").hidden = true;
   reveal("welcome");
   $("query").focus();
+  return begin();
 }
 
 window.addEventListener("popstate", arrive);
-arrive();
 await introduce();
+await arrive();

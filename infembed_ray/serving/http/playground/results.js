@@ -1,7 +1,7 @@
 // The answer on the page: both rankings, how each passage moved between them, and the switch from one to the other.
 
 import { explaining, forgetExplanations, offer } from "./explanation.js";
-import { $, choose, chosen, element, pairs, stateOf } from "./page.js";
+import { $, choose, chosen, element, lead, pairs, stateOf } from "./page.js";
 
 export const SIDES = ["a", "b"];
 
@@ -12,18 +12,16 @@ const MOVED = "Moved: the result has another rank than in the first ranking, or 
 const narrow = matchMedia("(max-width: 52rem)"); // as in the stylesheet: one ranking at a time
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
-let shown = null; // {request, path, moves} of the answer that the page shows
+const LEAD = 100; // characters of a passage in the compact view, at most
+
+let shown = null; // {requests, path, moves} of the answer that the page shows
 
 const share = (score, best) => (best > 0 ? Math.max(0, score / best) : 0);
 const ms = (value) => `${value < 10 ? value.toFixed(1) : Math.round(value)} ms`;
 const counted = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`;
 
-/** The request that gives one of the two rankings alone. */
-export function single(side) {
-  const { query, instruction, ...rest } = shown.request;
-  const i = SIDES.indexOf(side);
-  return { query: query[i], ...(instruction[i] && { instruction: instruction[i] }), ...rest };
-}
+/** The request that gave one of the two rankings. */
+export const single = (side) => shown.requests[SIDES.indexOf(side)];
 
 /** The path that the answer came from. */
 export const searched = () => shown.path;
@@ -47,29 +45,31 @@ function move({ a, b }) {
   return b < a ? { kind: "up", mark: `▲ ${by}`, words } : { kind: "down", mark: `▼ ${by}`, words };
 }
 
-/** Show an answer from a path; `roundTrip` is the time in ms that it took, and `ask` sends further requests there. */
-export function show({ request, path, found, roundTrip, ask }) {
+/** Show two answers from a path; `roundTrip` is the time in ms that they took, and `ask` sends further requests there. */
+export function show({ requests, path, found, roundTrip, ask }) {
   forgetExplanations();
-  const rankings = found.results.map(({ hits }) => hits);
+  const rankings = found.map(({ hits }) => hits);
+  const instructions = requests.map(({ instruction }) => instruction);
+  const slowest = (stage) => Math.max(...found.map(({ timings }) => timings[stage] ?? 0));
   const moves = new Map([...places(rankings)].map(([id, place]) => [id, { ...place, ...move(place) }]));
   const best = Math.max(0, ...rankings.flat().map(({ score }) => score));
-  shown = { request, path, moves };
-  const [sentence, detail] = summary(request.instruction, [...moves.values()]);
+  shown = { requests, path, moves };
+  const [sentence, detail] = summary(instructions, [...moves.values()]);
   $("summary").replaceChildren(sentence, ...(detail ? [" ", element("span", "hint", detail)] : []));
   $("summary").title = detail && MOVED;
   const facts = {
-    Encode: ms(found.timings.encode_ms), Search: ms(found.timings.search_ms),
-    Rerank: found.timings.rerank_ms && ms(found.timings.rerank_ms), "Round trip": ms(roundTrip),
-    Model: found.model, Index: found.index_version, Notes: found.notes.join(" ") || null,
+    Encode: ms(slowest("encode_ms")), Search: ms(slowest("search_ms")),
+    Rerank: slowest("rerank_ms") ? ms(slowest("rerank_ms")) : null, "Round trip": ms(roundTrip),
+    Model: found[1].model, Index: found[1].index_version, Notes: found[1].notes.join(" ") || null,
   };
   $("facts").replaceChildren(...pairs(facts).children);
-  const names = request.instruction[0] === null ? ["Off", "On"] : ["First", "Second"];
+  const names = instructions[0] ? ["First", "Second"] : ["Off", "On"];
   SIDES.forEach((side, i) => {
-    const title = request.instruction[i] ?? "Without an instruction";
+    const title = instructions[i] ?? "Without an instruction";
     $(`heading-${side}`).replaceChildren(element("span", "", title));
     $(`heading-${side}`).title = title;
     $(`show-${side}`).textContent = names[i];
-    const why = { request: explaining(request, i), ask };
+    const why = { request: explaining(requests, i), ask };
     const items = rankings[i].map((hit, at) => item(hit, at + 1, moves.get(hit.id), share(hit.score, best), why));
     $(`hits-${side}`).replaceChildren(...(items.length ? items : [element("li", "none", "No passages.")]));
   });
@@ -104,7 +104,7 @@ function summary([a, b], moves) {
 }
 
 /** A passage's title, from the metadata; without one, its text speaks for itself. */
-const titleOf = (metadata) => Object.entries(metadata).find(([name, value]) => name.toLowerCase() === "title" && value);
+export const titleOf = (metadata) => Object.entries(metadata).find(([name, value]) => name.toLowerCase() === "title" && value);
 
 function item(hit, rank, { kind, mark, words }, length, why) {
   const li = $("hit").content.cloneNode(true).firstElementChild;
@@ -121,7 +121,8 @@ function item(hit, rank, { kind, mark, words }, length, why) {
   part("move").title = words;
   part("move").setAttribute("role", "img");
   part("move").setAttribute("aria-label", words);
-  part("text").textContent = hit.text;
+  const start = lead(hit.text, LEAD);
+  part("text").append(start, ...(start.length < hit.text.length ? [element("span", "rest", hit.text.slice(start.length))] : []));
   offer(li, { id: hit.id, rank, ...why });
   part("more").addEventListener("click", ({ currentTarget: button }) => {
     const whole = li.classList.toggle("whole");
@@ -139,8 +140,10 @@ function item(hit, rank, { kind, mark, words }, length, why) {
 function clamp() {
   const cut = document.querySelectorAll(".ranking li:not(.whole) > .text");
   const seen = [...cut].filter((text) => text.parentElement.offsetParent);
-  const fits = seen.map((text) => // all read before any is written
-    text.clientHeight && text.scrollHeight <= text.clientHeight + 1 && text.scrollWidth <= text.clientWidth);
+  const fits = seen.map((text) => { // all read before any is written
+    const rest = text.querySelector(".rest");
+    return text.clientHeight && text.scrollHeight <= text.clientHeight + 1 && (!rest || rest.offsetParent);
+  });
   seen.forEach((text, i) => { text.parentElement.querySelector(".more").hidden = fits[i]; });
 }
 

@@ -39,7 +39,7 @@ def why(page: Any, side: str, id: str) -> Any:
 def test_a_click_shows_ranks_scores_and_what_each_phrase_added(server: Server, open_page: Any) -> None:
     page = open_page(server.address(q="drag", b=INSTRUCTION, k=5))
     requests: list[str] = []
-    page.on("request", lambda request: "/v1/search" in request.url and requests.append(request.post_data))
+    page.on("request", lambda request: "explain" in (request.post_data or "") and requests.append(request.url))
     plain, instructed = shown(page, "a"), shown(page, "b")
     every = ids(server.search("drag", None, 20))
     left = next(id for id in plain if id not in instructed)

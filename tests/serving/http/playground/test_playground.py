@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from infembed_ray.serving.encoder.batching import QueueFull
+from infembed_ray.serving.schema import SearchResponse
 from infembed_ray.serving.service import Document
 from tests.serving.debug import CARD
 from tests.serving.http.playground.pages import (
+    DOCUMENTS,
     KEY,
     LEAVE_OUT,
     PREFER,
@@ -30,19 +32,25 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 def test_everything_is_reached_and_run_by_keyboard(server: Server, open_page: Any) -> None:
     page = open_page(server.url)
     focused = "document.activeElement.id || document.activeElement.name || document.activeElement.textContent"
+    shown(page, "b")
     until(page, "document.activeElement.id === 'query'")
-    page.keyboard.type("drag")
-    page.keyboard.press("Enter")
-    assert shown(page, "b") == shown(page, "a") == ids(server.search("drag", None))
-    page.get_by_role("status").get_by_text("Both rankings are the same").wait_for()
+    page.keyboard.type("drag")  # in place of the question that the page begins with
     page.keyboard.press("Tab")
     assert page.evaluate(focused) == "search"
     page.keyboard.press("Tab")
     assert page.evaluate(focused) == "instruction-b"
-    page.keyboard.press("Tab")
+    page.keyboard.press("Control+A")
+    page.keyboard.press("Delete")
+    page.keyboard.press("Enter")
+    page.get_by_role("status").get_by_text("Both rankings are the same").wait_for()
+    assert shown(page, "b") == shown(page, "a") == ids(server.search("drag", None))
+    suggestions = page.locator("#suggestions button").all_text_contents()
+    for part in (*suggestions, "compare"):
+        page.keyboard.press("Tab")
+        assert page.evaluate(focused) == part
     page.keyboard.press("ArrowRight")
-    page.keyboard.press("Shift+Tab")
-    page.keyboard.press("Shift+Tab")
+    for _ in (*suggestions, "instruction-b", "instruction-a"):
+        page.keyboard.press("Shift+Tab")
     assert page.evaluate(focused) == "instruction-a"
     page.keyboard.type("first line")
     page.keyboard.press("Shift+Enter")
@@ -55,7 +63,7 @@ def test_everything_is_reached_and_run_by_keyboard(server: Server, open_page: An
     assert shown(page, "a") == ids(server.search("drag", "first line\nsecond line"))
     assert shown(page, "b") == ids(server.search("drag", PREFER))
     assert page.evaluate(focused) == "instruction-b"
-    for part in ("compare", "top-k", "Filter"):
+    for part in (*page.locator("#suggestions button").all_text_contents(), "compare", "top-k", "Filter"):
         page.keyboard.press("Tab")
         assert page.evaluate(focused) == part
     page.keyboard.press("Enter")
@@ -64,6 +72,38 @@ def test_everything_is_reached_and_run_by_keyboard(server: Server, open_page: An
     page.keyboard.press("Control+Enter")
     until(page, "document.querySelectorAll('#hits-b > li').length === 1")
     assert shown(page, "b") == ["definition"]
+
+
+def test_the_page_begins_with_a_question_from_the_index_and_suggests_instructions(
+    server: Server, open_page: Any
+) -> None:
+    page = open_page(server.url)
+    shown(page, "b")
+    query, instruction = page.locator("#query").input_value(), page.locator("#instruction-b").input_value()
+    assert query in [document.metadata.get("Title") for document in DOCUMENTS]
+    chips = page.locator("#suggestions button")
+    without = ids(server.search(query, None))
+    for text in (instruction, chips.last.inner_text()):
+        page.locator("h2", has_text=text).wait_for()
+        assert (shown(page, "a"), shown(page, "b")) == (without, ids(server.search(query, text)))
+        assert text in chips.all_inner_texts()
+        chips.last.click()
+    assert page.locator("#query").input_value() == query
+
+
+def test_both_rankings_are_of_one_version_of_the_index(open_page: Any) -> None:
+    class Switched(Search):
+        versions = iter(["v1"])
+
+        async def search(self, *question: Any) -> SearchResponse:
+            answer = await super().search(*question)
+            return answer.model_copy(update={"index_version": next(self.versions, "v2")})
+
+    with served(Switched()) as switching:
+        page = open_page(switching.address(q="drag", b=PREFER))
+        page.get_by_text("The index changed between the two rankings.").wait_for()
+        shown(page, "b")
+        assert page.locator("#facts").inner_text().endswith("v2")
 
 
 def test_the_address_holds_the_question_and_gives_it_again(server: Server, open_page: Any) -> None:
@@ -128,6 +168,7 @@ def test_a_key_is_asked_for_and_kept_nowhere_but_in_the_page(open_page: Any) -> 
         key = page.get_by_label("API key", exact=True)
         key.wait_for()
         until(page, "document.activeElement.id === 'key'")
+        assert page.evaluate("document.getElementById('ask').inert")
         page.keyboard.type("wrong")
         page.keyboard.press("Enter")
         page.get_by_text("send a valid API key").wait_for()
@@ -135,6 +176,7 @@ def test_a_key_is_asked_for_and_kept_nowhere_but_in_the_page(open_page: Any) -> 
         page.keyboard.type(KEY)
         page.keyboard.press("Enter")
         assert len(shown(page, "b")) == 10
+        assert not page.evaluate("document.getElementById('ask').inert")
         for language in ("curl", "python"):
             request = copied(page, "b", language)
             assert KEY not in request

@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 
+from infembed_ray.serving.service import Document
 from tests.serving.http.playground.pages import (
     LEAVE_OUT,
     MARKUP,
     PREFER,
+    Search,
     Server,
     ids,
+    served,
     shown,
     until,
 )
@@ -65,4 +68,32 @@ def test_the_instruction_is_switched_off_and_on_without_a_request(server: Server
     until(page, "document.getAnimations().length === 0")
     switch.get_by_text("Both").click()
     assert visible(page) == without + instructed
+    page.set_viewport_size({"width": 390, "height": 844})  # a phone shows one ranking
+    until(page, "document.getElementById('rankings').dataset.show === 'b'")
+    assert visible(page) == instructed
+    switch.get_by_text("Off").click()
+    assert visible(page) == without
     assert requests == []
+
+
+def test_ten_passages_of_whole_phrases_fit_on_one_screen(open_page: Any) -> None:
+    search = Search()
+    text = (
+        "The mean weight loss of five kilograms, in adults; it lowers the pressure by 4.4 mmHg. No drug was given. " * 9
+    )
+    search.documents = {f"{n}": Document(f"{n}", f"{n} {text}") for n in range(12)}
+    with served(search) as server:
+        page = open_page(server.address(q="drag", b=PREFER))
+        assert len(shown(page, "b")) == 10
+        passages = page.locator(".ranking .text")
+        assert all(re.search(r"[,.;]$", text) for text in passages.all_inner_texts())
+        assert passages.evaluate_all("all => all.every(p => p.scrollHeight <= p.clientHeight + 1)")
+        assert (
+            page.locator(".ranking li").evaluate_all(
+                "all => Math.max(...all.map(li => li.getBoundingClientRect().bottom))"
+            )
+            <= 900
+        )
+        page.locator(".more").first.click()
+        first = passages.first.inner_text()
+        assert first == search.documents[shown(page, "a")[0]].text.strip()
