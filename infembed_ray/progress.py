@@ -1,6 +1,7 @@
 """Progress of long steps: a bar on a terminal, plain lines in a job log."""
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,19 @@ def track(title: str, total: int | None, done: int = 0) -> Iterator[Advance]:
             show(n, note)
 
         yield advance
+
+
+@contextmanager
+def in_thread(work: Callable[[threading.Event], None], name: str = "progress") -> Iterator[None]:
+    """Run a function in a thread while the block runs; at the end its event is set, after which it must return."""
+    ended = threading.Event()
+    thread = threading.Thread(target=work, args=(ended,), name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager

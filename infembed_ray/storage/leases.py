@@ -20,7 +20,7 @@ from obstore.exceptions import BaseError
 from pyarrow import ArrowException
 
 from infembed_ray.errors import Fault, InputError
-from infembed_ray.progress import say
+from infembed_ray.progress import in_thread, say
 from infembed_ray.storage import durable
 from infembed_ray.storage.object_store import Folder, Version
 from infembed_ray.storage.places import Place
@@ -51,7 +51,7 @@ def lease(place: Place, name: str, setting: str, value: Any) -> Iterator[Callabl
         held = _StoreLease(place, f".{name}.lease", setting, value)
         held.acquire()
         try:
-            with held.renewed():
+            with in_thread(held.keep, f"lease .{name}.lease"):
                 yield held.renew
         finally:
             held.release()
@@ -165,28 +165,16 @@ class _StoreLease:
         text, version = self._folder.read_versioned(self._name) or (b"{}", None)
         return version if json.loads(text).get("id") == self._owner["id"] else None
 
-    @contextlib.contextmanager
-    def renewed(self) -> Iterator[None]:
-        """Renew the lease in a thread while the block runs."""
-        stop = threading.Event()
-
-        def renew() -> None:
-            while not stop.wait(SECONDS / 3):
-                try:
-                    self.renew()
-                except InputError as error:  # lost: the check before publishing raises this again
-                    say(str(error))
-                    return
-                except (OSError, ArrowException, BaseError):
-                    continue  # the store does not answer; the lease may still be ours when it does
-
-        thread = threading.Thread(target=renew, name=f"lease {self._name}", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
+    def keep(self, ended: threading.Event) -> None:
+        """Renew the lease until the event is set."""
+        while not ended.wait(SECONDS / 3):
+            try:
+                self.renew()
+            except InputError as error:  # lost: the check before publishing raises this again
+                say(str(error))
+                return
+            except (OSError, ArrowException, BaseError):
+                continue  # the store does not answer; the lease may still be ours when it does
 
     def release(self) -> None:
         """Delete the lease if it is still ours. A lease that cannot be deleted expires."""

@@ -37,7 +37,7 @@ from infembed_ray.llm.chat import RunFailure
 from infembed_ray.llm.client import RAY_ENVIRONMENT, ChatClient, DriverWatch, run_in_thread
 from infembed_ray.llm.journal_store import open_journal, settle, wait_for_writers
 from infembed_ray.llm.ledger import Grant, LeaseReport, Ledger, LedgerStats, RateLimiter
-from infembed_ray.progress import Advance, say, track
+from infembed_ray.progress import Advance, in_thread, say, track
 from infembed_ray.ray_cluster import connect
 from infembed_ray.records.files import write_bad_rows
 from infembed_ray.records.tables import Seed
@@ -379,9 +379,8 @@ def live_progress(
     stats: Callable[[], LedgerStats | None], forecast: Callable[[], str], budget_usd: float | None, advance: Advance
 ) -> Iterator[None]:
     """Update the progress note each second, also while no row ends (`forecast` is "" then); print the actors' warnings."""
-    ended = threading.Event()
 
-    def watch() -> None:
+    def watch(ended: threading.Event) -> None:
         printed: set[str] = set()
         answered, then, over = 0, time.monotonic(), False
         while not over:
@@ -403,11 +402,8 @@ def live_progress(
                     printed.add(warning)
                     say(f"synthesize: {warning}")
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
     try:
-        yield
+        with in_thread(watch):
+            yield
     finally:
-        ended.set()
-        thread.join()
         advance(0, note=forecast())

@@ -10,8 +10,7 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from infembed_ray.errors import InputError, check_all
 from infembed_ray.modeling import model_card
 from infembed_ray.modeling.checkpoint import describe, locate
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.progress import counted, say, track
+from infembed_ray.progress import counted, in_thread, say, track
 from infembed_ray.records.files import BAD_ROWS_FILE
 from infembed_ray.storage.places import Place, address
 from infembed_ray.storage.steps import STATES, Published, Staging, Step, find_input
@@ -67,7 +66,7 @@ def run(settings: TrainSettings) -> Published:
         say(f"train: {settings.objective}, {what}")
         shared = rows if staging.remote is None else rows.uploaded(staging.remote / STATES)
         try:
-            with _progress(staging, sampler.steps, done):
+            with in_thread(partial(_follow, staging, sampler.steps, done)):
                 _fit(resolved, shared, staging.path)
         finally:  # also of a run that failed, whose output directory stays
             fetch(staging.remote, staging.path)
@@ -193,20 +192,8 @@ def _fit(settings: TrainSettings, rows: Dataset, directory: Path) -> None:
     train_worker(settings, rows, node_directory(settings, directory), device)
 
 
-@contextmanager
-def _progress(staging: Staging, steps: int, done: int) -> Iterator[None]:
-    """Show progress while the block runs, from the metrics that worker 0 writes, or uploads."""
-    stop = threading.Event()
-    thread = threading.Thread(target=_follow, args=(staging, steps, done, stop), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-def _follow(staging: Staging, steps: int, done: int, stop: threading.Event) -> None:
+def _follow(staging: Staging, steps: int, done: int, ended: threading.Event) -> None:
+    """Show progress until the event is set, from the metrics that worker 0 writes, or uploads."""
     directory = staging.path
     fetch(staging.remote, directory, (METRICS, EVENTS))
     with track("train", steps, done) as advance:
@@ -215,7 +202,7 @@ def _follow(staging: Staging, steps: int, done: int, stop: threading.Event) -> N
         events: Counter[str] = Counter()
         stopping = False
         while not stopping:
-            stopping = stop.wait(POLL_S if staging.remote is None else UPLOAD_S)  # one last look after the end
+            stopping = ended.wait(POLL_S if staging.remote is None else UPLOAD_S)  # one last look after the end
             fetch(staging.remote, directory, (METRICS, EVENTS))
             for event in read_events(directory):
                 if event not in seen:

@@ -15,6 +15,7 @@ from pyarrow import ArrowException
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.checkpoint import is_weights
+from infembed_ray.progress import in_thread
 from infembed_ray.storage.object_store import Folder, is_uri, scratch
 from infembed_ray.storage.steps import STATES, output_files
 from infembed_ray.training.collectives import from_all, world
@@ -63,13 +64,11 @@ class RunFiles:
         self._remote = remote
         self._uploaded: dict[Path, tuple[int, int]] = {}
         self._uploading = threading.Lock()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._following = contextlib.ExitStack()
 
     def follow(self) -> None:
         """Upload the files while they grow, in a thread, until `stop`."""
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._thread.start()
+        self._following.enter_context(in_thread(self._follow, "uploads"))
 
     def upload(self) -> None:
         """Upload the files that have changed."""
@@ -82,12 +81,10 @@ class RunFiles:
 
     def stop(self) -> None:
         """Stop following the files, before large ones are written; `upload` uploads those."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._following.close()
 
-    def _follow(self) -> None:
-        while not self._stop.wait(UPLOAD_S + sum(size for size, _ in self._uploaded.values()) / _BYTES_PER_S):
+    def _follow(self, ended: threading.Event) -> None:
+        while not ended.wait(UPLOAD_S + sum(size for size, _ in self._uploaded.values()) / _BYTES_PER_S):
             with contextlib.suppress(OSError, ArrowException):  # the next upload tries again
                 self.upload()
 
