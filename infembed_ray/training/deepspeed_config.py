@@ -1,11 +1,9 @@
 """DeepSpeed configuration of a run, and the keys that a user may add. It does not import DeepSpeed."""
 
-from pathlib import Path
 from typing import Any
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
-from infembed_ray.storage import durable
 
 FILE = "deepspeed.json"
 """File in the output of a run that shows its configuration."""
@@ -82,11 +80,6 @@ def deepspeed_config(settings: TrainSettings) -> dict[str, Any]:
         "steps_per_print": 1 << 30,
     }
     return _extended(ours, settings.deepspeed, "deepspeed")
-
-
-def write(settings: TrainSettings, directory: Path) -> None:
-    """Write the configuration into the output of a run."""
-    durable.replace_json(directory / FILE, deepspeed_config(settings))
 
 
 def _extended(ours: dict[str, Any], additions: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from infembed_ray.modeling.checkpoint import describe, locate
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.progress import counted, in_thread, say, track
 from infembed_ray.records.files import BAD_ROWS_FILE
+from infembed_ray.storage import durable
 from infembed_ray.storage.places import Place, address
 from infembed_ray.storage.steps import STATES, Published, Staging, Step, find_input
 from infembed_ray.training import deepspeed_config, sources
@@ -35,7 +36,7 @@ from infembed_ray.training.dataset import RECORDS, Dataset
 from infembed_ray.training.losses import MOST_JOINT_TEXTS, Objective
 from infembed_ray.training.node_files import UPLOAD_S, fetch, node_directory
 from infembed_ray.training.observability import trackers
-from infembed_ray.training.observability.logs import EVENTS, METRICS, read_events, read_metrics, read_metrics_from
+from infembed_ray.training.observability.logs import EVENTS, METRICS, read_events, read_lines, read_metrics
 from infembed_ray.training.sampler import Sampler
 from infembed_ray.training.validation import EXPORTED
 
@@ -55,11 +56,11 @@ def run(settings: TrainSettings) -> Published:
     with step.publish() as staging:
         output = {"output": staging.remote.uri} if staging.remote is not None else {}
         resolved = inputs.settings.model_copy(update=output)
-        rows, sampler = lay_out(settings, inputs, staging.path / STATES)
+        rows, sampler = lay_out(settings, inputs, staging.path / STATES, {})
         if (left_out := staging.path / STATES / BAD_ROWS_FILE).exists():
             shutil.copy(left_out, staging.path)
         done = CheckpointManager(staging.path / STATES, resolved, sampler).require_resumable()
-        deepspeed_config.write(settings, staging.path)
+        durable.replace_json(staging.path / deepspeed_config.FILE, deepspeed_config.deepspeed_config(settings))
         what = (
             f"{counted(len(rows), 'record')}, {counted(sampler.steps, 'step')} on {counted(settings.workers, 'worker')}"
         )
@@ -109,7 +110,7 @@ def _locate(settings: TrainSettings) -> Inputs:
 
 
 def lay_out(
-    settings: TrainSettings, inputs: Inputs, directory: Path, tallies: dict[str, sources.Tally] | None = None
+    settings: TrainSettings, inputs: Inputs, directory: Path, tallies: dict[str, sources.Tally]
 ) -> tuple[Dataset, Sampler]:
     """Write the checked records to a directory; return them and the order of the data; InputError if they are not valid.
 
@@ -197,7 +198,7 @@ def _follow(staging: Staging, steps: int, done: int, ended: threading.Event) -> 
     directory = staging.path
     fetch(staging.remote, directory, (METRICS, EVENTS))
     with track("train", steps, done) as advance:
-        shown, (_, offset) = done, read_metrics_from(directory, 0)  # these lines are older, or will be removed
+        shown, (_, offset) = done, read_lines(directory / METRICS)  # these lines are older, or will be removed
         seen = set(read_events(directory))  # events of earlier attempts were shown by those
         events: Counter[str] = Counter()
         stopping = False
@@ -211,7 +212,7 @@ def _follow(staging: Staging, steps: int, done: int, ended: threading.Event) -> 
                     if event.action != "stop":  # the error that ends the run has that message
                         say(f"train: {event.message}")
             telemetry.report(training_events_total=events)
-            lines, offset = read_metrics_from(directory, offset)
+            lines, offset = read_lines(directory / METRICS, offset)
             if lines and lines[-1]["step"] > shown:
                 advance(lines[-1]["step"] - shown, note=_note(lines[-1]))
                 shown = lines[-1]["step"]

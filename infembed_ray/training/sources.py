@@ -81,12 +81,7 @@ class Tally:
         return ", ".join(parts)
 
 
-def write(
-    settings: TrainSettings,
-    places: Mapping[str, Place],
-    file: Path,
-    tallies: dict[str, Tally] | None = None,
-) -> Dataset:
+def write(settings: TrainSettings, places: Mapping[str, Place], file: Path, tallies: dict[str, Tally]) -> Dataset:
     """Write the checked records of all sources to the file that the workers open, and compare them with the held-out ones.
 
     Args:
@@ -94,7 +89,6 @@ def write(
         file: Path of the file. If it exists, an interrupted attempt of this run wrote the same records to it.
     """
     file.parent.mkdir(exist_ok=True)
-    tallies = {} if tallies is None else tallies
     rows = Dataset(file) if file.exists() else Dataset.write(file, read(settings, places, tallies))
     write_bad_rows(file.parent, *(tally.bad for tally in tallies.values()))
     if settings.validation is not None:
@@ -107,9 +101,7 @@ def write(
     return rows
 
 
-def read(
-    settings: TrainSettings, places: Mapping[str, Place], tallies: dict[str, Tally] | None = None
-) -> Iterator[TrainingRecord]:
+def read(settings: TrainSettings, places: Mapping[str, Place], tallies: dict[str, Tally]) -> Iterator[TrainingRecord]:
     """Stream the records of all sources, one source after the other.
 
     A record of `sources` has the name of its source before its id, and before its own `source` if it has one.
@@ -122,7 +114,6 @@ def read(
     Raises:
         InputError: a row cannot be used, or after the last one: the settings need what no record has.
     """
-    tallies = {} if tallies is None else tallies
     for name, source in named(settings).items():
         tally = tallies[name] = Tally()
         tally.bad = BadRows(name, settings.on_bad_row == "reject")

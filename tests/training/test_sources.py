@@ -41,7 +41,7 @@ def mix(files, **changes):
 
 
 def read(settings, tallies=None):
-    return list(sources.read(settings, sources.locate(settings), tallies))
+    return list(sources.read(settings, sources.locate(settings), {} if tallies is None else tallies))
 
 
 def test_bad_rows_of_every_source_are_told_or_left_out_and_written(files, tmp_path):
@@ -52,7 +52,7 @@ def test_bad_rows_of_every_source_are_told_or_left_out_and_written(files, tmp_pa
     with pytest.raises(InputError, match=r"sources.plain.path=.*bad.jsonl: row 1: .* no passage.*row 3: .*2 bad rows"):
         read(mix(files, sources=given, objective="uni{P}"))
     chosen = mix(files, sources=given, objective="uni{P}", on_bad_row="reject")
-    rows = sources.write(chosen, sources.locate(chosen), tmp_path / "states" / "records.arrow")
+    rows = sources.write(chosen, sources.locate(chosen), tmp_path / "states" / "records.arrow", {})
     assert len(rows) == 1
     assert len(list(raw_rows(tmp_path / "states" / BAD_ROWS_FILE, "records"))) == 2
 

@@ -139,11 +139,6 @@ class Checkpoint:
         return {"progress": asdict(self.progress), "course": asdict(self.course), "files": files}
 
 
-def is_tag(name: str) -> bool:
-    """Return whether a name is the tag of a checkpoint, or begins with one."""
-    return name.startswith("step-")
-
-
 def step_of(tag: str) -> int:
     """Return the steps done in the checkpoint of that tag."""
     return int(tag.split("-")[1])

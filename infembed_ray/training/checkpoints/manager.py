@@ -28,7 +28,7 @@ from infembed_ray.storage.object_store import Folder, is_uri
 from infembed_ray.storage.places import read_text
 from infembed_ray.storage.steps import STATES
 from infembed_ray.telemetry import report
-from infembed_ray.training.checkpoints.checkpoint import MARKER, Checkpoint, Course, Progress, is_tag, step_of
+from infembed_ray.training.checkpoints.checkpoint import MARKER, Checkpoint, Course, Progress, step_of
 from infembed_ray.training.collectives import from_all, from_first, world
 from infembed_ray.training.node_files import RunFiles, share_of
 from infembed_ray.training.observability.logs import Event, append_event
@@ -83,7 +83,7 @@ class CheckpointManager:
         markers = {tag: path.read_text(encoding="utf-8") if path.is_file() else None for tag, path in files.items()}
         if self._remote is not None:
             folder = self._remote / STATES
-            for tag in {name.split("/")[0] for name in folder.entries() if is_tag(name)}:
+            for tag in {name.split("/")[0] for name in folder.entries() if name.startswith("step-")}:
                 markers[tag] = markers.get(tag) or read_text(folder / tag / MARKER)
         checkpoints = [(tag, Checkpoint.parse(tag, marker)) for tag, marker in markers.items()]
         return sorted(checkpoints, key=lambda c: (step_of(c[0]), c[1] is not None, c[0]), reverse=True)
@@ -292,7 +292,7 @@ class CheckpointManager:
     def _delete_old_in(self, folder: Folder, newest: Checkpoint) -> None:
         """Delete the store's checkpoints before this one that are not kept. Later ones belong to a run that is ahead."""
         keep = {checkpoint.tag for checkpoint in self._valid}
-        tags = {name: name.split("/")[0] for name in folder.entries() if is_tag(name)}
+        tags = {name: name.split("/")[0] for name in folder.entries() if name.startswith("step-")}
         old = [n for n, tag in tags.items() if tag not in keep and step_of(tag) <= newest.progress.step]
         for name in sorted(old, key=lambda name: not name.endswith(MARKER)):  # markers first: see MARKER
             folder.delete(name)

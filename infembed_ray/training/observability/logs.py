@@ -68,23 +68,19 @@ def append_metrics(directory: Path, line: dict[str, Any]) -> None:
 
 def read_events(directory: Path) -> list[Event]:
     """Read all complete lines of the event log."""
-    return [Event(**line) for line in _read(directory / EVENTS)[0]]
+    return [Event(**line) for line in read_lines(directory / EVENTS)[0]]
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
     """Read all complete lines of the metrics; empty before the first step."""
-    return read_metrics_from(directory, 0)[0]
+    return read_lines(directory / METRICS)[0]
 
 
-def read_metrics_from(directory: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """Read the complete lines of the metrics after byte `offset`, and return them with the offset of their end.
+def read_lines(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """Read the complete lines of a log after byte `offset`, and return them with the offset of their end.
 
     If the log was rewritten, so that no line ends at `offset`, all lines are read.
     """
-    return _read(directory / METRICS, offset)
-
-
-def _read(path: Path, offset: int = 0) -> tuple[list[Any], int]:
     if not path.exists():
         return [], 0
     with path.open("rb") as stream:

@@ -11,6 +11,7 @@ import pkgutil
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,11 @@ class Trackers:
         self, settings: TrainSettings, directory: Path, lines: Sequence[Mapping[str, Any]], log: Callable[[Event], None]
     ) -> None:
         self._log = log
-        self._trackers: dict[str, TensorBoard | Callback] = {}
+        self._trackers: dict[str, _Tracker] = {}
         done: int = lines[-1]["step"] if lines else 0
         for name in settings.trackers:
             with self._disabled_on_failure(name, done):
-                self._trackers[name] = TensorBoard(directory) if name == "tensorboard" else Callback(name, done)
+                self._trackers[name] = _tensorboard(directory) if name == "tensorboard" else _of_user(name, done)
         for line in lines:
             self.log(line)
 
@@ -82,39 +83,31 @@ class Trackers:
             self._log(Event(step, "tracker", "warn", message))
 
 
-class TensorBoard:
-    """TensorBoard event files, written anew from the metrics when a run resumes."""
+@dataclass
+class _Tracker:
+    """A tracker: what takes a step, its time in seconds since 1970 and its figures; what closes it; its last step."""
 
-    step = 0
+    log: Callable[[int, int, Mapping[str, float]], None]
+    close: Callable[[], None]
+    step: int
 
-    def __init__(self, directory: Path) -> None:
-        from tensorboardX import SummaryWriter
 
-        shutil.rmtree(directory / "tensorboard", ignore_errors=True)
-        self._writer = SummaryWriter(str(directory / "tensorboard"), flush_secs=10)
+def _tensorboard(directory: Path) -> _Tracker:
+    """Return TensorBoard's event files, written anew from the metrics when a run resumes."""
+    from tensorboardX import SummaryWriter
 
-    def log(self, step: int, time: int, figures: Mapping[str, float]) -> None:
-        """Add the figures of a step that ended at `time`, in seconds since 1970."""
+    shutil.rmtree(directory / "tensorboard", ignore_errors=True)
+    writer = SummaryWriter(str(directory / "tensorboard"), flush_secs=10)
+
+    def log(step: int, time: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
-            self._writer.add_scalar(name, value, step, walltime=time)
+            writer.add_scalar(name, value, step, walltime=time)
 
-    def close(self) -> None:
-        """Write what is left."""
-        self._writer.close()
+    return _Tracker(log, writer.close, 0)
 
 
-class Callback:
-    """A user's function or an instance of the user's class; it gets new steps only, those after `step`."""
-
-    def __init__(self, name: str, step: int) -> None:
-        target = pkgutil.resolve_name(name)
-        self._call = target() if isinstance(target, type) else target
-        self.step = step
-
-    def log(self, step: int, time: int, figures: Mapping[str, float]) -> None:
-        """Call it with a step and its figures."""
-        self._call(step, dict(figures))
-
-    def close(self) -> None:
-        """Close it, if it has that method."""
-        getattr(self._call, "close", lambda: None)()
+def _of_user(name: str, done: int) -> _Tracker:
+    """Return a user's function or an instance of the user's class; it gets new steps only, those after `done`."""
+    target = pkgutil.resolve_name(name)
+    call = target() if isinstance(target, type) else target
+    return _Tracker(lambda step, _, figures: call(step, dict(figures)), getattr(call, "close", lambda: None), done)

@@ -4,13 +4,14 @@ import resource
 import signal
 
 from infembed_ray.training.observability.logs import (
+    METRICS,
     Event,
     append_event,
     append_metrics,
     begin,
     read_events,
+    read_lines,
     read_metrics,
-    read_metrics_from,
 )
 
 
@@ -45,16 +46,16 @@ def test_only_whole_lines_are_read_and_only_newlines_end_them(tmp_path):
 
 
 def test_reader_gets_new_lines_and_restarts_when_the_log_is_rewritten(tmp_path):
-    assert read_metrics_from(tmp_path, 0) == ([], 0)
+    assert read_lines(tmp_path / METRICS, 0) == ([], 0)
     write(tmp_path, 1)
-    lines, end = read_metrics_from(tmp_path, 0)
+    lines, end = read_lines(tmp_path / METRICS, 0)
     assert lines == [{"step": 1}]
-    assert read_metrics_from(tmp_path, end) == ([], end)
+    assert read_lines(tmp_path / METRICS, end) == ([], end)
     write(tmp_path, 2, 3)
-    lines, end = read_metrics_from(tmp_path, end)
+    lines, end = read_lines(tmp_path / METRICS, end)
     assert lines == [{"step": 2}, {"step": 3}]
     begin(tmp_path, 1)
-    assert read_metrics_from(tmp_path, end)[0] == [{"step": 1}]
+    assert read_lines(tmp_path / METRICS, end)[0] == [{"step": 1}]
 
 
 def test_full_disk_drops_whole_lines_with_one_warning(tmp_path, capsys):
