@@ -176,7 +176,9 @@ def _embed(
         return Embeddings(np.stack(vectors).astype(np.float32), body["model"], body["usage"]["total_tokens"])
 
     options = {"instruction": instruction, "input_type": input_type, "dimensions": dimensions, "model": model}
-    body = {"input": _list("texts", texts), "encoding_format": "base64", **_without_none(options)}
+    if isinstance(texts, str):
+        raise TypeError("texts: must be a list of texts, not one text")
+    body = {"input": list(texts), "encoding_format": "base64", **_without_none(options)}
     return _Request("POST", "/v1/embeddings", read, body)
 
 
@@ -271,12 +273,6 @@ def _quoted(part: str) -> str:
     return quote(part, safe="").replace(".", "%2E")
 
 
-def _list(name: str, texts: Sequence[str]) -> list[str]:
-    if isinstance(texts, str):
-        raise TypeError(f"{name}: must be a list of texts, not one text")
-    return list(texts)
-
-
 def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
@@ -284,17 +280,14 @@ def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------- clients
 
 
-def _address(base_url: str) -> str:
-    """Return the address of the server; InputError without a scheme and a host."""
+def _server(base_url: str, api_key: str | None) -> dict[str, Any]:
+    """Return the address of the server and the headers of all requests; InputError without a scheme and a host."""
     url = httpx2.URL(base_url)
     if url.scheme not in ("http", "https") or not url.host:
         raise InputError.of("base_url", base_url, "is no address of a server", "give one such as http://127.0.0.1:8000")
-    return base_url.rstrip("/").removesuffix("/v1")
-
-
-def _headers(api_key: str | None) -> dict[str, str]:
     key = (api_key or os.environ.get(KEY_VARIABLE, "")).strip()  # of a file, with a line break
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return {"base_url": base_url.rstrip("/").removesuffix("/v1"), "headers": headers}
 
 
 def _blocking(build: Callable[P, _Request[T]]) -> Callable[Concatenate[Client, P], T]:
@@ -347,7 +340,7 @@ class Client:
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
         self._timeout_s = timeout_s
-        self._http = httpx2.Client(base_url=_address(base_url), headers=_headers(api_key), transport=transport)
+        self._http = httpx2.Client(**_server(base_url, api_key), transport=transport)
 
     embed = _blocking(_embed)
     search = _blocking(_search)
@@ -395,7 +388,7 @@ class AsyncClient:
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         self._timeout_s = timeout_s
-        self._http = httpx2.AsyncClient(base_url=_address(base_url), headers=_headers(api_key), transport=transport)
+        self._http = httpx2.AsyncClient(**_server(base_url, api_key), transport=transport)
 
     embed = _awaitable(_embed)
     search = _awaitable(_search)

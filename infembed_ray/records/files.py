@@ -117,14 +117,13 @@ class BadRows:
 
 def write_bad_rows(directory: Path, *several: BadRows) -> None:
     """Write the rows that were left out into an output, if there are any, and report their number."""
-    if not any(bad.rows for bad in several):
-        return
-    lines = (json.dumps(row, ensure_ascii=False, default=str) for bad in several for row in bad.rows)
-    (directory / BAD_ROWS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    for bad in several:
-        if bad.rows:
-            left_out = f"{counted(len(bad.rows), 'bad row')} of {bad.name} left out"
-            say(f"warning: {left_out}, see {BAD_ROWS_FILE} in the output")
+    with_rows = [bad for bad in several if bad.rows]
+    lines = [json.dumps(row, ensure_ascii=False, default=str) for bad in with_rows for row in bad.rows]
+    if lines:
+        (directory / BAD_ROWS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    for bad in with_rows:
+        left_out = f"{counted(len(bad.rows), 'bad row')} of {bad.name} left out"
+        say(f"warning: {left_out}, see {BAD_ROWS_FILE} in the output")
 
 
 def raw_rows(path: Place, name: str) -> Iterator[dict[str, Any]]:

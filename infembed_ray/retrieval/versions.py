@@ -308,10 +308,8 @@ def _damage(version: Place) -> InputError | None:
 
 def as_published(version: Place) -> Published:
     """Describe a version that an earlier run published."""
-    manifest = read_manifest(version, "index")
-    if isinstance(version, Folder):
-        return Published(Path(version.name), manifest, fresh=False, uri=version.uri)
-    return Published(version, manifest, fresh=False)
+    path, uri = (version, None) if isinstance(version, Path) else (Path(version.name), version.uri)
+    return Published(path, read_manifest(version, "index"), fresh=False, uri=uri)
 
 
 def compacted_from(step: Step) -> list[Place]:

@@ -4,8 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,25 +79,17 @@ def fit(settings: TrainSettings, rows: Sequence[TrainingRecord], directory: Path
             ),
         ),
     )
+    interrupt_handler = signal.getsignal(signal.SIGINT)
     try:
-        with _interrupt_handler_kept():
-            refused = trainer.fit().return_value
+        refused = trainer.fit().return_value
     except TrainingFailedError as error:
         raise _explained(error, settings) from error
+    finally:  # `fit` sets a handler of its own and leaves it, and that one ignores the next Ctrl-C
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, interrupt_handler)
     if refused is not None:
         raise InputError(refused)
     clear(logs)
-
-
-@contextmanager
-def _interrupt_handler_kept() -> Iterator[None]:
-    """Restore the handler of SIGINT at the end: `fit` sets its own and leaves it, and that one ignores the next Ctrl-C."""
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, before)
 
 
 def _per_worker(settings: TrainSettings) -> dict[str, float]:

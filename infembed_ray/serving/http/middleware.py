@@ -123,7 +123,7 @@ class ApiMiddleware:
         if key is None:
             message = "send a valid API key: Authorization: Bearer KEY"
             return HttpError("invalid_api_key", message, headers={"WWW-Authenticate": "Bearer"})
-        scope = _scope_of(method, path)
+        scope = "admin" if path == "/metrics" else "write" if method in ("PUT", "DELETE") else "read"
         if scope not in key.scopes:
             message = f"this API key has no scope {scope!r}, which {method} {path} needs; use a key that has it"
             return HttpError("missing_scope", message)
@@ -131,13 +131,6 @@ class ApiMiddleware:
             return key_rate_limited(key.rate or 0.0, wait_s)
         ALLOWED.set(key.collections)
         return None
-
-
-def _scope_of(method: str, path: str) -> str:
-    """Return the scope of a key that a request needs, one of `auth.SCOPES`."""
-    if path == "/metrics":
-        return "admin"
-    return "write" if method in ("PUT", "DELETE") else "read"
 
 
 def _hostname(host: str) -> str:
