@@ -19,7 +19,7 @@ from infembed_ray.llm.endpoint import Route, Transport, one_line
 from infembed_ray.progress import say
 from infembed_ray.redaction import holds_credentials, masked
 from infembed_ray.storage import provenance
-from infembed_ray.storage.run_state import recorded
+from infembed_ray.storage.steps import recorded
 
 PASSWORD = "hunter2pw"
 WITH_CREDENTIALS = [

@@ -25,8 +25,7 @@ from infembed_ray.storage.places import (
     read_json,
     read_text,
 )
-from infembed_ray.storage.run_state import SUFFIX
-from infembed_ray.storage.steps import LATEST, MANIFEST, STATES, newest, open_place, resolve
+from infembed_ray.storage.steps import LATEST, MANIFEST, STATE_SUFFIX, STATES, newest, open_place, resolve
 
 NEXT = {
     "synthesize": "infembed analyze records={0}  or  infembed train records={0} model=...",
@@ -71,7 +70,7 @@ def print_runs(directory: str, json: bool = False) -> None:
     with errors_at(place, "DIR"):
         names = listing(place)
         runs = sorted(_finished(place, names), key=lambda run: str(run["created"]))
-        runs += [_unfinished(place / name) for name in names if name.endswith(SUFFIX) and not _in_work(name)]
+        runs += [_unfinished(place / name) for name in names if name.endswith(STATE_SUFFIX) and not _in_work(name)]
     if not runs:
         raise InputError.of("DIR", directory, "has no output of a stage", REMEDY)
     taken = {entry["address"] for run in runs for entry in run["inputs"].values()}
@@ -89,7 +88,7 @@ def print_run(run_address: str, json: bool = False) -> None:
         InputError: there is no such run.
     """
     place = place_of(releases.followed(run_address, "RUN"))
-    state = place.parent / f".{place.name}{SUFFIX}"
+    state = place.parent / f".{place.name}{STATE_SUFFIX}"
     with errors_at(place, "RUN"):
         run = run_at(address(place)) or (_unfinished(state) if read_text(state) is not None else None)
         if run is None:
@@ -129,7 +128,7 @@ def clean(directory: str, yes: bool = False, json: bool = False) -> None:
                 still_held()
                 delete(place / MANIFEST)  # first: without it the output is incomplete
                 clear(place)
-                delete(place.parent / f".{held}{SUFFIX}")
+                delete(place.parent / f".{held}{STATE_SUFFIX}")
     done = "removed" if yes else "can be removed"
     lines = [f"{done}  {entry['what']}  {_readable(entry['size'])}  {entry['address']}" for entry in removable]
     hint = "" if yes or not removable else "; --yes removes them"
@@ -227,8 +226,8 @@ def _stale(root: Place, names: Mapping[str, int]) -> Iterator[dict[str, Any]]:
         match = _WORK.fullmatch(place.name)
         if match and not is_held(place.parent, match["lease"]):
             yield _entry("partial output", place, _size(names, PurePosixPath(work)), match["lease"])
-    for state in (PurePosixPath(name) for name in names if name.endswith(SUFFIX)):
-        run = state.name.removeprefix(".").removesuffix(SUFFIX)  # in a store, a run writes to its output's folder
+    for state in (PurePosixPath(name) for name in names if name.endswith(STATE_SUFFIX)):
+        run = state.name.removeprefix(".").removesuffix(STATE_SUFFIX)  # in a store, a run writes to its output's folder
         folder, place = state.parent / run, root / str(state.parent / run)
         size = _size(names, folder)
         if size and str(folder / MANIFEST) not in names and not is_held(place.parent, run):

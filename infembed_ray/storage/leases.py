@@ -81,9 +81,13 @@ def is_held(place: Place, name: str) -> bool:
         return True
 
 
+def timestamp() -> str:
+    """Return the time of now for a file, in UTC."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
 def _owner() -> dict[str, Any]:
-    since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "id": secrets.token_hex(8)}
+    return {"host": socket.gethostname(), "pid": os.getpid(), "since": timestamp(), "id": secrets.token_hex(8)}
 
 
 def _busy(setting: str, value: Any, text: str | bytes) -> Fault:

@@ -4,12 +4,12 @@ A release is what `infembed pipeline` publishes when all gates are passed: a man
 An alias is a small JSON file, local or in an object store, which is replaced atomically.
 """
 
-from datetime import datetime, timezone
 from typing import TypeVar
 
 from infembed_ray.config.base import Kind, Settings, with_texts
 from infembed_ray.errors import InputError
 from infembed_ray.progress import say
+from infembed_ray.storage.leases import timestamp
 from infembed_ray.storage.places import address, errors_at, read_json, write_json
 from infembed_ray.storage.steps import find_input, open_place, read_manifest
 
@@ -49,8 +49,7 @@ def promote(release: str, alias: str, ungated: bool = False) -> tuple[str | None
     target = open_place(alias, "ALIAS")
     with errors_at(target, "ALIAS"):
         before = (read_json(target) or {}).get("release")
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        write_json(target, {"release": address(place), "promoted": now})
+        write_json(target, {"release": address(place), "promoted": timestamp()})
     return before, address(place)
 
 

@@ -10,28 +10,43 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from infembed_ray import __version__
+from infembed_ray import __version__, telemetry
 from infembed_ray.config.base import Kind, Settings, with_texts
-from infembed_ray.errors import InputError, check_all
+from infembed_ray.errors import InputError, check_all, in_one_line
 from infembed_ray.progress import say
+from infembed_ray.redaction import masked
 from infembed_ray.storage import durable, provenance
-from infembed_ray.storage.leases import lease
+from infembed_ray.storage.leases import lease, timestamp
 from infembed_ray.storage.object_store import Entry, Folder, convert_errors, is_uri, listing_digest, scratch
-from infembed_ray.storage.places import Place, errors_at, expanded, fingerprint_files, has_pattern, read_text
-from infembed_ray.storage.run_state import SUFFIX, recorded
+from infembed_ray.storage.places import (
+    Place,
+    delete,
+    errors_at,
+    expanded,
+    fingerprint_files,
+    has_pattern,
+    read_text,
+    write_json,
+)
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
 STATES = "states"
+STATE_SUFFIX = ".state.json"
+"""Ending of the file with the state of an unfinished run."""
+UPDATE_S = 10.0
+"""Least time between two updates of the progress in a state."""
 _HISTORY = (MANIFEST, STATES)
 _HUB_NAME = re.compile(r"[\w-]+/[\w-]+")
 _JOB_COPY = "runtime_resources"
@@ -175,6 +190,52 @@ def read_manifest(path: Place, name: str) -> dict[str, Any]:
         remedy = "restore it, or delete this directory and run the step again"
         raise InputError.of(name, path, f"{MANIFEST} is damaged ({error})", remedy) from error
     return manifest
+
+
+@contextlib.contextmanager
+def recorded(place: Place, stage: str, run: str) -> Iterator[None]:
+    """Name this run in figures and log lines, and record its state while the block runs.
+
+    `OUTPUT/.<identity>.state.json` holds the command, the newest line of progress, and the error that ended the run, for
+    `infembed runs`; a finished run deletes it. A state that cannot be written is left out: the run matters more.
+
+    Args:
+        place: of the outputs of the stage.
+        run: identity of the output.
+    """
+    file = place / f".{run}{STATE_SUFFIX}"
+    program = sys.argv[0]
+    words = ["python", program] if program.endswith(".py") else [Path(program).name]
+    state: dict[str, Any] = {
+        "stage": stage,
+        "run": run,
+        "command": masked(shlex.join([*words, *sys.argv[1:]])),
+        "host": socket.gethostname(),
+    }
+    state |= {"pid": os.getpid(), "began": timestamp(), "updated": timestamp(), "progress": "", "error": None}
+    written = time.monotonic()
+
+    def write(**changes: str) -> None:
+        nonlocal written
+        written = time.monotonic()
+        state.update(changes, updated=timestamp())
+        with contextlib.suppress(Exception):  # stores raise errors of three libraries
+            write_json(file, state)
+
+    def progress(line: str) -> None:
+        state["progress"] = masked(line)
+        if time.monotonic() - written >= UPDATE_S:
+            write()
+
+    write()
+    with telemetry.running(stage, run, progress):
+        try:
+            yield
+        except BaseException as error:
+            write(error=in_one_line(error, stage))
+            raise
+    with contextlib.suppress(Exception):
+        delete(file)
 
 
 @contextlib.contextmanager
@@ -338,11 +399,11 @@ class Step:
             if self.found():
                 fault = "another run has just finished this output"
                 raise InputError.of("output", self.place, fault, "run again to use it")
-            own = self.root / f".{self.identity}{SUFFIX}"
+            own = self.root / f".{self.identity}{STATE_SUFFIX}"
             if not self.partial.exists() and (
-                others := [file for file in self.root.glob(f".*{SUFFIX}") if file != own]
+                others := [file for file in self.root.glob(f".*{STATE_SUFFIX}") if file != own]
             ):
-                other = others[0].name.removesuffix(SUFFIX).strip(".")
+                other = others[0].name.removesuffix(STATE_SUFFIX).strip(".")
                 say(f"{self.stage}: starts from the beginning: the unfinished run {other} has other settings or inputs")
             staging = Staging(self.partial, self.remote)
             staging.path.mkdir(exist_ok=True)
@@ -377,7 +438,7 @@ class Step:
             "identity": self.identity,
             "run": secrets.token_hex(8),  # no other writer has these bytes
             "code_version": __version__,
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "created": timestamp(),
             "seconds": round(seconds, 3),
             "inputs": self._inputs,
             "settings": self._settings.model_dump(mode="json"),

@@ -14,7 +14,7 @@ from infembed_ray.config.analysis import AnalyzeSettings
 from infembed_ray.config.pipeline import PipelineSettings
 from infembed_ray.pipeline import stages
 from infembed_ray.progress import track
-from infembed_ray.storage import run_state
+from infembed_ray.storage import steps
 from infembed_ray.storage.leases import lease
 from infembed_ray.storage.object_store import Folder
 from infembed_ray.storage.places import address, listing, place_of, write_json
@@ -122,7 +122,7 @@ def test_a_place_without_outputs_is_an_input_error(verb, tmp_path, capsys):
 
 @pytest.mark.parametrize("where", ["here", "in a store"])
 def test_an_unfinished_run_has_its_progress_its_error_and_its_command(where, tmp_path, capsys, request, monkeypatch):
-    monkeypatch.setattr(run_state, "UPDATE_S", 0.0)
+    monkeypatch.setattr(steps, "UPDATE_S", 0.0)
     monkeypatch.setattr(sys, "argv", ["/venv/bin/infembed", "train", "seed=1", "model=a b"])
     output = str(tmp_path) if where == "here" else (Folder.open(request.getfixturevalue("bucket"), "o") / "status").uri
     step = Step("train", AnalyzeSettings(records="", output=output), output, {})
