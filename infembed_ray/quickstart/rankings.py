@@ -8,12 +8,12 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from infembed_ray.evaluation import tables
 from infembed_ray.evaluation.results import Results
+from infembed_ray.evaluation.search import exact_search
 from infembed_ray.evaluation.significance import Compared
 from infembed_ray.evaluation.tasks import infir
 from infembed_ray.modeling.encoder import InstructionEncoder
@@ -58,15 +58,10 @@ def exact_hits(
     encoder: InstructionEncoder, query: str, instructions: Sequence[str | None], passages: Sequence[Passage], top_k: int
 ) -> list[list[dict[str, Any]]]:
     """Search all passages by brute force; return one list of hits per instruction, as `/v1/search` does."""
-    vectors = encoder.encode_passages([passage.text for passage in passages])
-    scores = encoder.encode_queries([query] * len(instructions), instructions) @ vectors.T
-    return [
-        [
-            {"id": passages[i].id, "score": float(row[i]), "text": passages[i].text}
-            for i in np.argsort(-row, kind="stable")[:top_k]
-        ]
-        for row in scores
-    ]
+    texts = {passage.id: passage.text for passage in passages}
+    queries = encoder.encode_queries([query] * len(instructions), instructions)
+    rankings = exact_search(queries, encoder.encode_passages(list(texts.values())), list(texts), top_k)
+    return [[{"id": id, "score": score, "text": texts[id]} for id, score in hits.items()] for hits in rankings]
 
 
 def side_by_side(rankings: Sequence[Ranking]) -> str:

@@ -339,23 +339,20 @@ def _control_client(base: str, query: str, bucket: str, region: str, environment
     endpoint = options.get("endpoint_override", "")
     if endpoint and "://" not in endpoint:
         endpoint = f"{protocol}://{endpoint}"
+    store: Any
     if scheme == "s3":
-        settings = {"endpoint": endpoint, "region": region}
-        return clients.S3Store(bucket, config=_given(settings), credential_provider=_aws_profile(), **common)
-    if scheme in ("gs", "gcs"):
-        anonymous = place.startswith("anonymous@")
-        settings = {"base_url": endpoint, "skip_signature": "true" if anonymous else ""}
-        return clients.GCSStore(bucket, config=_given(settings), **common)
-    account = _azure_account(base)
-    authority = options.get("blob_storage_authority", "")
-    if authority and not authority.startswith("."):
-        endpoint = f"{_azure_scheme(options)}://{authority}/{account}"
-    settings = {"account_name": account, "endpoint": endpoint, "client_id": options.get("client_id", "")}
-    return clients.AzureStore(bucket, config=_given(settings), **common)
-
-
-def _given(settings: dict[str, str]) -> Any:
-    return {name: value for name, value in settings.items() if value}
+        store, settings = clients.S3Store, {"endpoint": endpoint, "region": region}
+        common["credential_provider"] = _aws_profile()
+    elif scheme in ("gs", "gcs"):
+        anonymous = "true" if place.startswith("anonymous@") else ""
+        store, settings = clients.GCSStore, {"base_url": endpoint, "skip_signature": anonymous}
+    else:
+        account, authority = _azure_account(base), options.get("blob_storage_authority", "")
+        if authority and not authority.startswith("."):
+            endpoint = f"{_azure_scheme(options)}://{authority}/{account}"
+        settings = {"account_name": account, "endpoint": endpoint, "client_id": options.get("client_id", "")}
+        store = clients.AzureStore
+    return store(bucket, config={name: value for name, value in settings.items() if value}, **common)
 
 
 def _aws_profile() -> Any:

@@ -286,7 +286,4 @@ def _run_trial(trial: Trial) -> tuple[str, str]:
             model = train(trial.train).address
         return evaluate(trial.evaluate.model_copy(update={"models": {trial.row: model}})).address, ""
     except Exception as error:  # the other trials continue
-        cause: BaseException = error
-        while cause.__cause__ is not None:  # without Ray's wrappers
-            cause = cause.__cause__
-        return "", in_one_line(cause)[:300]
+        return "", in_one_line(error)[:300]
