@@ -22,13 +22,13 @@ from infembed_ray.retrieval.shard_files import ShardFacts
 from infembed_ray.retrieval.shard_files import verify as verify_shard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
 from infembed_ray.storage.object_store import Folder
-from infembed_ray.storage.places import Place, address, delete, errors_at, read_text
+from infembed_ray.storage.places import Place, address, delete, errors_at
 from infembed_ray.storage.steps import (
-    LATEST,
     MANIFEST,
     Published,
     Step,
     find_input,
+    newest,
     open_place,
     read_manifest,
     set_latest,
@@ -162,7 +162,7 @@ def versions(output: str | Place) -> list[IndexVersion]:
     root = open_place(output, "index") if isinstance(output, str) else output
     if isinstance(root, Path) and not root.is_dir():
         raise InputError.of("index", output, "no such directory", "give the output of `infembed index`")
-    current = (read_text(root / LATEST) or "").strip()
+    current = newest(root)
     usable = []
     for place in _places(root):
         try:
@@ -281,13 +281,13 @@ def finished(step: Step) -> Published | None:
         step.path.rename(aside)
         say(f"index: a damaged version is moved to {aside.name} and built again: {damage}")
         return None
-    for newest in compacted_from(step):
-        if damage := _damage(newest):
-            say(f"index: {newest.name} is left out: {damage}")
+    for version in compacted_from(step):
+        if damage := _damage(version):
+            say(f"index: {version.name} is left out: {damage}")
             continue
-        set_latest(step.place, newest.name)
-        say(f"index: {newest.name} was compacted from this build, with the changes made through the API")
-        return as_published(newest)
+        set_latest(step.place, version.name)
+        say(f"index: {version.name} was compacted from this build, with the changes made through the API")
+        return as_published(version)
     if (done := step.finished()) is None:
         try:
             ChangeLog(step.place / CHANGES / step.identity, {}, 0).check(0)

@@ -1,7 +1,7 @@
 """Sources of training data: files of InF-IR records and of training tuples, in any mix."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -52,13 +52,13 @@ class Tally:
     their hard `negatives`.
     """
 
+    bad: BadRows
+    """Rows that cannot be used."""
     records: int = 0
     tuples: int = 0
     instructed: int = 0
     negatives: int = 0
     scored: int = 0
-    bad: BadRows = field(default_factory=lambda: BadRows(""))
-    """Rows that cannot be used."""
 
     def add(self, record: TrainingRecord) -> None:
         """Count a record."""
@@ -115,8 +115,7 @@ def read(settings: TrainSettings, places: Mapping[str, Place], tallies: dict[str
         InputError: a row cannot be used, or after the last one: the settings need what no record has.
     """
     for name, source in named(settings).items():
-        tally = tallies[name] = Tally()
-        tally.bad = BadRows(name, settings.on_bad_row == "reject")
+        tally = tallies[name] = Tally(BadRows(name, settings.on_bad_row == "reject"))
         for record in _stream(source, places[name], tally.bad):
             if settings.sources:
                 label = _label(name)

@@ -117,9 +117,9 @@ def too_large() -> HttpError:
     return HttpError("body_too_large", message, headers={"Connection": "close"})
 
 
-def too_many_requests() -> HttpError:
+def too_many_requests(retry_after_s: float = 2.0) -> HttpError:
     """Return the answer to a request over the limit."""
-    return HttpError("queue_full", "too many requests are waiting", retry_after_s=2.0)
+    return HttpError("queue_full", "too many requests are waiting", retry_after_s=retry_after_s)
 
 
 KEY_LIMIT_HEADER = "X-RateLimit-Limit-Requests"
@@ -182,9 +182,7 @@ EXCEPTION_HANDLERS: Mapping[type[Exception], Callable[[Request, Any], HttpError]
         f"min_sequence={error.args[0]}: {error.args[1]} has applied the changes up to {error.args[2]} only",
         param="min_sequence",
     ),
-    QueueFull: lambda _, error: HttpError(
-        "queue_full", "too many requests are waiting", retry_after_s=error.retry_after_s
-    ),
+    QueueFull: lambda _, error: too_many_requests(error.retry_after_s),
     ReplicaLost: lambda *_: HttpError("replica_lost", "a part of the service is not available"),
     DeadlineExceeded: lambda _, error: HttpError("deadline_exceeded", str(error)),
 }

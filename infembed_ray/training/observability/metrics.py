@@ -121,6 +121,9 @@ class Meter:
         """Return the figures of a step; the arguments are its work, averaged over workers (see `flops.Workload`)."""
         seconds = time.monotonic() - self._began
         tokens_of_all = round(tokens * world()[1])
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # Linux counts KiB
+        if self._device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(self._device)
         return {
             "tokens": tokens_of_all,
             "tokens_per_second": tokens_of_all / seconds,
@@ -128,13 +131,8 @@ class Meter:
             "seconds": seconds,
             "data_seconds": self._data,
             "mfu": flops / (seconds * self._peak) if self._peak else None,
-            "memory_gib": self._memory() / _GIB,
+            "memory_gib": memory / _GIB,
         }
-
-    def _memory(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # Linux counts KiB
 
 
 def rounded(value: float) -> float:
