@@ -67,16 +67,16 @@ from infembed_ray.telemetry import report
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder
 
-CHUNK_PASSAGES = 512
-"""Minimum passages of a chunk: enough to batch by length; an interruption loses one chunk per actor."""
+BLOCK_PASSAGES = 512
+"""Minimum passages of a block: enough to batch by length; an interruption loses one block per actor."""
 ENCODED = "encoded"
 REUSED_FILE = "reused.vectors"
 SORTED_FILE = "sorted.json"
 SIZES_FILE = "sizes.json"
 SPOOL = "spool"
-_MAX_CHUNK_PASSAGES = 8192
-_MAX_CHUNKS = 10_000
-"""Chunks of a corpus, beyond which they become larger."""
+_MAX_BLOCK_PASSAGES = 8192
+_MAX_BLOCKS = 10_000
+"""Blocks of a corpus, beyond which they become larger."""
 _ROWS_AT_ONCE = 8192
 _SHARE = "give a directory that all nodes share, or a folder of an object store"
 _LAYOUT = 6
@@ -116,7 +116,7 @@ class DuplicateId(InputError):
 
 
 @dataclass(frozen=True)
-class Chunk:
+class Block:
     """Rows `start` to `start + count` of a shard's passages, which are encoded together. `number` counts those of the shard."""
 
     shard: int
@@ -130,26 +130,26 @@ class Chunk:
         return f"{shard_name(self.shard)}/{ENCODED}/{self.start:010d}.npy"
 
 
-def chunks_of(sizes: Sequence[int]) -> list[Chunk]:
-    """The chunks of all shards, in order."""
-    rows = chunk_rows(sizes)
+def blocks_of(sizes: Sequence[int]) -> list[Block]:
+    """The blocks of all shards, in order."""
+    rows = block_rows(sizes)
     return [
-        Chunk(shard, number, start, min(rows, size - start))
+        Block(shard, number, start, min(rows, size - start))
         for shard, size in enumerate(sizes)
         for number, start in enumerate(range(0, size, rows))
     ]
 
 
-def chunk_rows(sizes: Sequence[int]) -> int:
-    """Maximum rows of a chunk of a corpus with these shards."""
-    return max(CHUNK_PASSAGES, min(_MAX_CHUNK_PASSAGES, sum(sizes) // _MAX_CHUNKS))
+def block_rows(sizes: Sequence[int]) -> int:
+    """Maximum rows of a block of a corpus with these shards."""
+    return max(BLOCK_PASSAGES, min(_MAX_BLOCK_PASSAGES, sum(sizes) // _MAX_BLOCKS))
 
 
 @dataclass(frozen=True)
 class Base:
     """The older version whose vectors a build reuses: passages whose id and text are in it are not encoded again.
 
-    Passages of both are sorted by id, so a chunk of new ones is compared with one range of old ones.
+    Passages of both are sorted by id, so a block of new ones is compared with one range of old ones.
     """
 
     root: Place
@@ -283,11 +283,11 @@ class Work:
     def sort(self, shard: int, parts: int, rows: int, base: Base | None) -> None:
         """Sort the passages of a shard by id, and write the vectors that `base` has. Only ids are held in memory.
 
-        The passages of a chunk are one record batch, so that an actor that encodes it reads only these bytes.
+        The passages of a block are one record batch, so that an actor that encodes it reads only these bytes.
 
         Args:
             parts: of the corpus.
-            rows: of a chunk.
+            rows: of a block.
 
         Raises:
             DuplicateId: two rows have one id.
@@ -315,42 +315,42 @@ class Work:
         with open_binary(self._file(shard, PASSAGES_FILE)) as file, pa.ipc.open_file(file) as batches:
             yield batches
 
-    def passages(self, chunk: Chunk) -> pa.Table:
-        """Read the passages of a chunk."""
-        with self._batches(chunk.shard) as batches:
-            return pa.Table.from_batches([batches.get_batch(chunk.number)])
+    def passages(self, block: Block) -> pa.Table:
+        """Read the passages of a block."""
+        with self._batches(block.shard) as batches:
+            return pa.Table.from_batches([batches.get_batch(block.number)])
 
-    def reused(self, chunk: Chunk) -> np.ndarray:
-        """The vectors of a chunk that are reused, (count, dimension); NaN for the passages to encode."""
-        numbers, precision = chunk.count * self.dimension, np.dtype(self.settings.vectors)
-        with open_binary(self._file(chunk.shard, REUSED_FILE)) as file:
+    def reused(self, block: Block) -> np.ndarray:
+        """The vectors of a block that are reused, (count, dimension); NaN for the passages to encode."""
+        numbers, precision = block.count * self.dimension, np.dtype(self.settings.vectors)
+        with open_binary(self._file(block.shard, REUSED_FILE)) as file:
             if not file.size():  # there is no base
-                return np.full((chunk.count, self.dimension), np.nan, precision)
-            file.seek(precision.itemsize * self.dimension * chunk.start)
+                return np.full((block.count, self.dimension), np.nan, precision)
+            file.seek(precision.itemsize * self.dimension * block.start)
             read = np.frombuffer(file.read(precision.itemsize * numbers), precision)
-        return read.reshape(chunk.count, self.dimension).copy()
+        return read.reshape(block.count, self.dimension).copy()
 
-    def write_encoded(self, chunk: Chunk, vectors: np.ndarray) -> None:
-        """Write the vectors of a chunk."""
-        with delivering(self.root / chunk.name) as file:
+    def write_encoded(self, block: Block, vectors: np.ndarray) -> None:
+        """Write the vectors of a block."""
+        with delivering(self.root / block.name) as file:
             write_vectors(file, [vectors], len(vectors), self.dimension, self.settings.vectors)
 
     def encoded(self) -> set[str]:
-        """Names of the chunks that have their vectors."""
+        """Names of the blocks that have their vectors."""
         return {name for name in listing(self.root) if name.endswith(".npy")}
 
-    def vectors(self, chunk: Chunk) -> np.ndarray:
-        """Read the vectors of a chunk, (count, dimension)."""
-        vectors: np.ndarray = np.load(io.BytesIO(read_binary(self.root / chunk.name)))
+    def vectors(self, block: Block) -> np.ndarray:
+        """Read the vectors of a block, (count, dimension)."""
+        vectors: np.ndarray = np.load(io.BytesIO(read_binary(self.root / block.name)))
         return vectors
 
-    def gather(self, shard: int, chunks: Sequence[Chunk], directory: Path) -> None:
-        """Write the passages and the vectors of a shard, from its chunks in order, into a directory of this machine."""
+    def gather(self, shard: int, blocks: Sequence[Block], directory: Path) -> None:
+        """Write the passages and the vectors of a shard, from its blocks in order, into a directory of this machine."""
         with self._batches(shard) as batches:
             numbers = range(batches.num_record_batches)
             tables = (pa.Table.from_batches([batches.get_batch(number)]) for number in numbers)
             count = write_passages(directory / PASSAGES_FILE, batches.schema, tables)
-        vectors = map(self.vectors, chunks)
+        vectors = map(self.vectors, blocks)
         write_vectors(directory / VECTORS_FILE, vectors, count, self.dimension, self.settings.vectors)
 
     def delete(self) -> None:
@@ -386,7 +386,7 @@ def work_root(step: Step, settings: IndexSettings) -> Place:
         "dimensions": settings.dimensions,
         "vectors": settings.vectors,
         "on_bad_row": settings.on_bad_row,
-        "layout": [_LAYOUT, CHUNK_PASSAGES],
+        "layout": [_LAYOUT, BLOCK_PASSAGES],
     }
     name = f".{hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]}.encoded"
     return step.root.resolve() / name if step.remote is None else step.remote.parent / name
@@ -415,11 +415,11 @@ class Tasks:
         """Call a function with each of the arguments; yields the results as they come."""
         yield from itertools.starmap(function, calls)
 
-    def encode(self, chunks: Sequence[Chunk], work: Work) -> Iterator[tuple[int, int]]:
-        """Encode chunks; yields the number of passages of each, and how many of them are new."""
+    def encode(self, blocks: Sequence[Block], work: Work) -> Iterator[tuple[int, int]]:
+        """Encode blocks; yields the number of passages of each, and how many of them are new."""
         assert self._encoder is not None
-        for chunk in chunks:
-            yield chunk.count, encode_chunk(self._encoder, work, chunk)
+        for block in blocks:
+            yield block.count, encode_block(self._encoder, work, block)
 
 
 def prepare(settings: IndexSettings) -> tuple[Place, str, Step]:
@@ -500,8 +500,8 @@ def build_index(
             what = f"{counted(sum(sizes), 'passage')}, {counted(settings.shards, 'shard')}"
             say(f"index: {what} of {build.factory}, {model}")
             encoded = encode_passages(sizes, work, tasks)
-            chunks = chunks_of(sizes)
-            calls = [(work, n, [c for c in chunks if c.shard == n], build) for n in range(settings.shards)]
+            blocks = blocks_of(sizes)
+            calls = [(work, n, [c for c in blocks if c.shard == n], build) for n in range(settings.shards)]
             shards = write_shards(write_shard, calls, staging, settings.cpus_per_shard, tasks)
             facts = facts_of(step, encoder, model, settings, shards, sum(s.passages for s in shards))
             if facts.passages != sum(sizes):
@@ -577,7 +577,7 @@ def sort_shards(corpus: Place, sizes: Sequence[int], work: Work, tasks: Tasks, b
         DuplicateId: two rows have one id.
     """
     missing = [shard for shard in range(len(sizes)) if work.reusable(shard) is None]
-    parts, rows = len(parts_of(corpus)), chunk_rows(sizes)
+    parts, rows = len(parts_of(corpus)), block_rows(sizes)
     try:
         with track("sort", len(sizes), len(sizes) - len(missing)) as advance:
             for _ in tasks.run(Work.sort, [(work, shard, parts, rows, base) for shard in missing]):
@@ -601,10 +601,10 @@ def _base(step: Step, encoder: InstructionEncoder, settings: IndexSettings) -> B
 
 
 def encode_passages(sizes: Sequence[int], work: Work, tasks: Tasks) -> int:
-    """Encode the chunks that have no file yet; returns how many passages this build encodes, with interrupted runs."""
+    """Encode the blocks that have no file yet; returns how many passages this build encodes, with interrupted runs."""
     encoded = work.encoded()
-    missing = [chunk for chunk in chunks_of(sizes) if chunk.name not in encoded]
-    total, left = sum(sizes), sum(chunk.count for chunk in missing)
+    missing = [block for block in blocks_of(sizes) if block.name not in encoded]
+    total, left = sum(sizes), sum(block.count for block in missing)
     figures = {"encoded": 0, "reused": 0}
     with track("encode", total, total - left) as advance:
         if left < total:
@@ -619,12 +619,12 @@ def encode_passages(sizes: Sequence[int], work: Work, tasks: Tasks) -> int:
     return new
 
 
-def encode_chunk(encoder: InstructionEncoder, work: Work, chunk: Chunk) -> int:
-    """Encode the new passages of a chunk; returns their number. InputError if an embedding is not finite."""
-    vectors = work.reused(chunk)
+def encode_block(encoder: InstructionEncoder, work: Work, block: Block) -> int:
+    """Encode the new passages of a block; returns their number. InputError if an embedding is not finite."""
+    vectors = work.reused(block)
     new = np.flatnonzero(np.isnan(vectors[:, 0]))
     if new.size:
-        passages = work.passages(chunk).take(new)
+        passages = work.passages(block).take(new)
         encoded = encoder.encode_passages(passages.column("text").to_pylist(), work.settings.batch_tokens)
         broken = np.flatnonzero(~np.isfinite(encoded).all(axis=1))
         if broken.size:
@@ -632,7 +632,7 @@ def encode_chunk(encoder: InstructionEncoder, work: Work, chunk: Chunk) -> int:
             remedy = "the weights are damaged or training diverged: give another checkpoint"
             raise InputError.of("model", encoder.source, fault, remedy)
         vectors[new] = encoded
-    work.write_encoded(chunk, vectors)
+    work.write_encoded(block, vectors)
     return len(new)
 
 
@@ -665,11 +665,11 @@ def write_shards(
     return sorted(shards, key=lambda facts: facts.name)
 
 
-def write_shard(root: Place, work: Work, shard: int, chunks: Sequence[Chunk], build: Build) -> ShardFacts:
+def write_shard(root: Place, work: Work, shard: int, blocks: Sequence[Block], build: Build) -> ShardFacts:
     """Join the vectors of a shard and build it, unless an interrupted run did."""
 
     def write(directory: Path) -> ShardFacts:
-        work.gather(shard, chunks, directory)
+        work.gather(shard, blocks, directory)
         return build_shard(directory, build)
 
     with work.errors():
