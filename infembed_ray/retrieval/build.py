@@ -33,9 +33,10 @@ from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.progress import counted, say, track
 from infembed_ray.records.files import BadRows, write_bad_rows
 from infembed_ray.retrieval import faiss_index
+from infembed_ray.retrieval.chunks import Cutter, as_chunks
 from infembed_ray.retrieval.corpus import parts_of, require_columns, require_passages, rows
 from infembed_ray.retrieval.milvus import Milvus, MilvusAddress, is_address
-from infembed_ray.retrieval.passages import position, schema, take, write_passages
+from infembed_ray.retrieval.passages import CHUNKS, VectorRows, open_passages, position, schema, take, write_passages
 from infembed_ray.retrieval.shard_files import (
     PASSAGES_FILE,
     VECTORS_FILE,
@@ -79,7 +80,7 @@ _MAX_BLOCKS = 10_000
 """Blocks of a corpus, beyond which they become larger."""
 _ROWS_AT_ONCE = 8192
 _SHARE = "give a directory that all nodes share, or a folder of an object store"
-_LAYOUT = 6
+_LAYOUT = 7
 """Version of these files. Builds of another version do not resume from them."""
 _FORMATS = {"format": str(FORMAT), "documents": "title and text"}
 """How documents are read and stored, in the identity of an index."""
@@ -172,8 +173,9 @@ class Base:
         return self._opened[number]
 
     def vectors(self, passages: pa.Table, dimension: int) -> np.ndarray:
-        """The vectors of n > 0 passages by id ascending: (n, dimension) float32, NaN for those that are new."""
-        vectors = np.full((len(passages), dimension), np.nan, np.float32)
+        """The vectors of n > 0 passages by id ascending, n or one for each chunk, as float32; NaN for those that are new."""
+        rows = VectorRows.of(passages)
+        vectors = np.full((rows.size, dimension), np.nan, np.float32)
         owners = shards_of(passages.column("id"), len(self.shards))
         for number in np.unique(owners).tolist():
             if (shard := self._shard(number)) is None:
@@ -185,7 +187,8 @@ class Base:
             some = shard.passages.slice(first, last + 1 - first)
             places = pc.index_in(ids, some.column("id").combine_chunks())
             same = pc.equal(given.column("text"), some.column("text").take(places)).fill_null(False).to_numpy()
-            vectors[own[same]] = shard.vectors(first + places.filter(same).to_numpy())
+            old = shard.rows.of_passages(first + places.filter(same).to_numpy())
+            vectors[rows.of_passages(own[same])] = shard.vectors(old)
         return vectors
 
 
@@ -219,7 +222,9 @@ class Work:
         """`output_errors` of the output."""
         return output_errors(self.settings.output)
 
-    def partition(self, part: int, files: Sequence[Place]) -> tuple[list[int], set[str], BadRows]:
+    def partition(
+        self, part: int, files: Sequence[Place], cutter: Cutter | None = None
+    ) -> tuple[list[int], set[str], BadRows]:
         """Write the rows of a part of the corpus, some files, to one Arrow file per shard.
 
         Returns:
@@ -232,9 +237,9 @@ class Work:
             fault = f"node {platform.node()} does not see {unseen}"
             raise InputError.of("corpus", self.settings.corpus, fault, _SHARE)
         columns, metadata, shards = self.settings.columns, self.settings.metadata, self.settings.shards
-        typed, sizes, seen = schema(metadata), np.zeros(shards, np.int64), set[str]()
+        typed, sizes, seen = schema(metadata, cutter is not None), np.zeros(shards, np.int64), set[str]()
         bad = BadRows("corpus", self.settings.on_bad_row == "reject")
-        every = itertools.chain.from_iterable(rows(file, columns, metadata, seen, bad) for file in files)
+        every = itertools.chain.from_iterable(rows(file, columns, metadata, seen, bad, cutter) for file in files)
         with self.errors(), contextlib.ExitStack() as opened:
             directory = opened.enter_context(delivering(self.root / SPOOL / f"{part:05d}"))
             shutil.rmtree(directory, ignore_errors=True)
@@ -275,10 +280,10 @@ class Work:
     def _file(self, shard: int, name: str) -> Place:
         return self.root / shard_name(shard) / name
 
-    def reusable(self, shard: int) -> int | None:
-        """How many vectors the base has for a shard; None before its passages are sorted."""
-        count: int | None = read_json(self._file(shard, SORTED_FILE))
-        return count
+    def counts(self, shard: int) -> dict[str, int] | None:
+        """The `vectors` of a shard, and the passages for which the base has them (`reused`); None before it is sorted."""
+        counts: dict[str, int] | None = read_json(self._file(shard, SORTED_FILE))
+        return counts
 
     def sort(self, shard: int, parts: int, rows: int, base: Base | None) -> None:
         """Sort the passages of a shard by id, and write the vectors that `base` has. Only ids are held in memory.
@@ -293,26 +298,30 @@ class Work:
             DuplicateId: two rows have one id.
             InputError: this node does not see the rows of a part, which another node partitioned.
         """
-        typed, reused = schema(self.settings.metadata), 0
+        typed, counts = schema(self.settings.metadata, bool(self.settings.chunk_tokens)), {"reused": 0, "vectors": 0}
         with self.errors(), self._spooled(shard) as spooled:
             if len(spooled) < parts:
                 raise FileNotFoundError(errno.ENOENT, "rows are missing", str(self.root / SPOOL))
             with contextlib.ExitStack() as opened:
                 names = (PASSAGES_FILE, REUSED_FILE)
                 paths = [opened.enter_context(delivering(self._file(shard, name))) for name in names]
-                stream, vectors = (opened.enter_context(durable.replacing(path)) for path in paths)
+                stream, of_vectors = (opened.enter_context(durable.replacing(path)) for path in paths)
+                numbers = pa.schema([("vectors", pa.from_numpy_dtype(self.settings.vectors))])
                 writer = opened.enter_context(pa.ipc.new_file(stream, typed))
+                vectors = opened.enter_context(pa.ipc.new_file(of_vectors, numbers))
                 for table in _sorted(spooled, rows):
                     writer.write_table(table.combine_chunks())
+                    counts["vectors"] += VectorRows.of(table).size
                     if base is not None:
                         of_base = base.vectors(table, self.dimension)
-                        reused += int(np.isfinite(of_base[:, 0]).sum())
-                        vectors.write(of_base.astype(self.settings.vectors).tobytes())
-            write_json(self._file(shard, SORTED_FILE), reused)
+                        counts["reused"] += int(np.isfinite(of_base[VectorRows.of(table).firsts, 0]).sum())
+                        flat = of_base.astype(self.settings.vectors).ravel()
+                        vectors.write_batch(pa.record_batch([pa.array(flat)], numbers))
+            write_json(self._file(shard, SORTED_FILE), counts)
 
     @contextlib.contextmanager
-    def _batches(self, shard: int) -> Iterator[pa.RecordBatchFileReader]:
-        with open_binary(self._file(shard, PASSAGES_FILE)) as file, pa.ipc.open_file(file) as batches:
+    def _batches(self, shard: int, name: str = PASSAGES_FILE) -> Iterator[pa.RecordBatchFileReader]:
+        with open_binary(self._file(shard, name)) as file, pa.ipc.open_file(file) as batches:
             yield batches
 
     def passages(self, block: Block) -> pa.Table:
@@ -320,15 +329,13 @@ class Work:
         with self._batches(block.shard) as batches:
             return pa.Table.from_batches([batches.get_batch(block.number)])
 
-    def reused(self, block: Block) -> np.ndarray:
-        """The vectors of a block that are reused, (count, dimension); NaN for the passages to encode."""
-        numbers, precision = block.count * self.dimension, np.dtype(self.settings.vectors)
-        with open_binary(self._file(block.shard, REUSED_FILE)) as file:
-            if not file.size():  # there is no base
-                return np.full((block.count, self.dimension), np.nan, precision)
-            file.seek(precision.itemsize * self.dimension * block.start)
-            read = np.frombuffer(file.read(precision.itemsize * numbers), precision)
-        return read.reshape(block.count, self.dimension).copy()
+    def reused(self, block: Block, count: int) -> np.ndarray:
+        """The `count` vectors of a block that are reused, (count, dimension); NaN for the passages to encode."""
+        with self._batches(block.shard, REUSED_FILE) as batches:
+            if not batches.num_record_batches:  # there is no base
+                return np.full((count, self.dimension), np.nan, self.settings.vectors)
+            read = batches.get_batch(block.number).column(0).to_numpy(zero_copy_only=False)
+        return read.reshape(count, self.dimension).copy()
 
     def write_encoded(self, block: Block, vectors: np.ndarray) -> None:
         """Write the vectors of a block."""
@@ -349,8 +356,8 @@ class Work:
         with self._batches(shard) as batches:
             numbers = range(batches.num_record_batches)
             tables = (pa.Table.from_batches([batches.get_batch(number)]) for number in numbers)
-            count = write_passages(directory / PASSAGES_FILE, batches.schema, tables)
-        vectors = map(self.vectors, blocks)
+            write_passages(directory / PASSAGES_FILE, batches.schema, tables)
+        vectors, count = map(self.vectors, blocks), VectorRows.of(open_passages(directory / PASSAGES_FILE)).size
         write_vectors(directory / VECTORS_FILE, vectors, count, self.dimension, self.settings.vectors)
 
     def delete(self) -> None:
@@ -386,6 +393,7 @@ def work_root(step: Step, settings: IndexSettings) -> Place:
         "dimensions": settings.dimensions,
         "vectors": settings.vectors,
         "on_bad_row": settings.on_bad_row,
+        "chunks": [settings.chunk_tokens, settings.chunk_overlap],
         "layout": [_LAYOUT, BLOCK_PASSAGES],
     }
     name = f".{hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]}.encoded"
@@ -449,9 +457,9 @@ def prepare_engine(settings: IndexSettings) -> tuple[Milvus, IndexSettings]:
     Raises:
         InputError: a setting is for FAISS only, or the engine cannot be used.
     """
-    for name in ("memory_gib", "lexical"):
+    for name in ("memory_gib", "lexical", "chunk_tokens"):
         if value := getattr(settings, name):
-            raise InputError.of(name, value, "an external engine has neither limits nor words of ours", "leave it out")
+            raise InputError.of(name, value, "is for FAISS shards, not for an external engine", "leave it out")
     engine = Milvus(MilvusAddress.parse(settings.output, "output"))
     place = str(scratch() / "stores" / engine.address.alias)
     return engine, settings.model_copy(update={"output": place, "vectors": "float32"})
@@ -463,6 +471,7 @@ def check_model(settings: IndexSettings, model: str) -> InstructionEncoder:
     from infembed_ray.modeling.encoder import InstructionEncoder
 
     encoder = InstructionEncoder.from_pretrained(model, dimensions=settings.dimensions, device="meta")
+    Cutter.of(encoder.texts, settings)
     if settings.factory is not None and not is_address(settings.output):  # an external engine checks its own types
         faiss_index.new(settings.factory, encoder.dimension)
     return encoder
@@ -491,11 +500,15 @@ def build_index(
         InputError: a row of the corpus is invalid, an embedding is not finite, no type fits the memory or reaches the recall
             floor, or the disk is full. Nothing is published then.
     """
+    cutter = Cutter.of(encoder.texts, settings)
     warn_of_changes(step)
     with output_errors(settings.output), work_directory(step, settings, encoder.dimension) as work:
-        sizes = partition_corpus(corpus, work, tasks)
+        sizes = partition_corpus(corpus, work, tasks, cutter)
         build = choose_build(settings, sizes, encoder.dimension)
         sort_shards(corpus, sizes, work, tasks, _base(step, encoder, settings))
+        if cutter is not None:
+            vectors = [(work.counts(shard) or {})["vectors"] for shard in range(len(sizes))]
+            build = choose_build(settings, vectors, encoder.dimension)
         with step.publish() as staging:
             what = f"{counted(sum(sizes), 'passage')}, {counted(settings.shards, 'shard')}"
             say(f"index: {what} of {build.factory}, {model}")
@@ -530,6 +543,8 @@ def facts_of(
         dimensions=settings.dimensions,
         passages=passages,
         metadata=settings.metadata,
+        chunk_tokens=settings.chunk_tokens,
+        chunk_overlap=settings.chunk_overlap,
         title=settings.columns.get("title", "title") or None,
         shards=shards,
         lineage=step.identity,
@@ -539,7 +554,7 @@ def facts_of(
 # ------------------------------------------------------------------------------------------------------ the corpus
 
 
-def partition_corpus(corpus: Place, work: Work, tasks: Tasks) -> list[int]:
+def partition_corpus(corpus: Place, work: Work, tasks: Tasks, cutter: Cutter | None = None) -> list[int]:
     """Partition the corpus, unless an interrupted run did; returns the passages of each shard.
 
     A corpus of one part needs no cluster, so its faults are found before Ray starts.
@@ -555,7 +570,7 @@ def partition_corpus(corpus: Place, work: Work, tasks: Tasks) -> list[int]:
     bad = BadRows("corpus", work.settings.on_bad_row == "reject")
     try:
         with track("corpus", len(parts)) as advance:
-            calls = [(work, number, files) for number, files in enumerate(parts)]
+            calls = [(work, number, files, cutter) for number, files in enumerate(parts)]
             for counts, columns, bad_of_part in (tasks if len(parts) > 1 else Tasks()).run(Work.partition, calls):
                 sizes = [total + count for total, count in zip(sizes, counts, strict=True)]
                 seen |= columns
@@ -576,7 +591,7 @@ def sort_shards(corpus: Place, sizes: Sequence[int], work: Work, tasks: Tasks, b
     Raises:
         DuplicateId: two rows have one id.
     """
-    missing = [shard for shard in range(len(sizes)) if work.reusable(shard) is None]
+    missing = [shard for shard in range(len(sizes)) if work.counts(shard) is None]
     parts, rows = len(parts_of(corpus)), block_rows(sizes)
     try:
         with track("sort", len(sizes), len(sizes) - len(missing)) as advance:
@@ -589,10 +604,11 @@ def sort_shards(corpus: Place, sizes: Sequence[int], work: Work, tasks: Tasks, b
 
 
 def _base(step: Step, encoder: InstructionEncoder, settings: IndexSettings) -> Base | None:
-    """The latest version, if this encoder made it, in this precision or a better one."""
+    """The latest version, if this encoder made it, with the same chunks, in this precision or a better one."""
     if latest := latest_of(step):
         root, facts = latest
-        if facts.encoder == encoder.fingerprint() and facts.vectors in (settings.vectors, "float32"):
+        of_encoder = facts.encoder == encoder.fingerprint() and facts.vectors in (settings.vectors, "float32")
+        if of_encoder and (facts.chunk_tokens, facts.chunk_overlap) == (settings.chunk_tokens, settings.chunk_overlap):
             return Base(root, tuple(facts.shards))
     return None
 
@@ -613,7 +629,7 @@ def encode_passages(sizes: Sequence[int], work: Work, tasks: Tasks) -> int:
             figures = {"encoded": figures["encoded"] + new, "reused": figures["reused"] + count - new}
             report(index_passages_total=figures)
             advance(count)
-    new = total - sum(work.reusable(shard) or 0 for shard in range(len(sizes)))
+    new = total - sum((work.counts(shard) or {}).get("reused", 0) for shard in range(len(sizes)))
     if new < total:
         say(f"index: {new} of {total} passages were encoded; the vectors of the others are those of the version before")
     return new
@@ -621,17 +637,24 @@ def encode_passages(sizes: Sequence[int], work: Work, tasks: Tasks) -> int:
 
 def encode_block(encoder: InstructionEncoder, work: Work, block: Block) -> int:
     """Encode the new passages of a block; returns their number. InputError if an embedding is not finite."""
-    vectors = work.reused(block)
-    new = np.flatnonzero(np.isnan(vectors[:, 0]))
+    passages = work.passages(block)
+    rows = VectorRows.of(passages)
+    vectors = work.reused(block, rows.size)
+    new = np.flatnonzero(np.isnan(vectors[rows.firsts, 0]))
     if new.size:
-        passages = work.passages(block).take(new)
-        encoded = encoder.encode_passages(passages.column("text").to_pylist(), work.settings.batch_tokens)
+        passages = passages.take(new)
+        texts = passages.column("text").to_pylist()
+        if rows.starts is not None:
+            cut = zip(texts, passages.column(CHUNKS).to_pylist(), strict=True)
+            texts = [chunk.text for text, bounds in cut for chunk in as_chunks(text, bounds)]
+        encoded = encoder.encode_passages(texts, work.settings.batch_tokens)
         broken = np.flatnonzero(~np.isfinite(encoded).all(axis=1))
         if broken.size:
-            fault = f"its embedding of passage {passages.column('id')[int(broken[0])]} is not finite"
+            ids = VectorRows.of(passages).spread(passages.column("id").to_numpy())
+            fault = f"its embedding of passage {ids[broken[0]]} is not finite"
             remedy = "the weights are damaged or training diverged: give another checkpoint"
             raise InputError.of("model", encoder.source, fault, remedy)
-        vectors[new] = encoded
+        vectors[rows.of_passages(new)] = encoded
     work.write_encoded(block, vectors)
     return len(new)
 

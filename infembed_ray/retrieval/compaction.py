@@ -15,7 +15,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.progress import counted, say
 from infembed_ray.retrieval import versions
 from infembed_ray.retrieval.build import Tasks, output_errors, write_shards
-from infembed_ray.retrieval.passages import schema, write_passages
+from infembed_ray.retrieval.passages import VectorRows, open_passages, schema, write_passages
 from infembed_ray.retrieval.shard_files import (
     PASSAGES_FILE,
     VECTORS_FILE,
@@ -109,9 +109,10 @@ def _write_shard(root: Place, work: Compaction, number: int) -> ShardFacts:
         log = change_log(work.base, facts)
         live = LiveShard(Shard.open(work.base, old), log, number, facts.folded, work.until)
         passages = (passages for passages, _ in live.content())
-        write_passages(directory / PASSAGES_FILE, schema(facts.metadata), passages)
+        write_passages(directory / PASSAGES_FILE, schema(facts.metadata, bool(facts.chunk_tokens)), passages)
+        count = VectorRows.of(open_passages(directory / PASSAGES_FILE)).size
         vectors = (vectors for _, vectors in live.content())
-        write_vectors(directory / VECTORS_FILE, vectors, len(live), facts.dimension, facts.vectors)
+        write_vectors(directory / VECTORS_FILE, vectors, count, facts.dimension, facts.vectors)
         floor = settings.recall_floor
         return build_shard(
             directory, Build(settings.factory, settings.memory_gib, floor, settings.shards, settings.lexical)

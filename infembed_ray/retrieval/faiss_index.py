@@ -48,8 +48,8 @@ MAX_ON_GPU = 2048
 """Most neighbours of one FAISS search on a GPU."""
 _SYNTHETIC = -2
 """Row of a query that is not one of the vectors."""
-_WIDEN = 4
-"""Factor by which a search is widened when too few vectors pass the filter."""
+WIDEN = 4
+"""Factor by which a search is widened when too few vectors pass the filter, or they belong to too few passages."""
 _TIE = 1e-6
 """Difference below which scores are equal; float32 sums depend on their order."""
 EF_SEARCH, NPROBE, RERANK = "efSearch", "nprobe", "rerank"
@@ -311,7 +311,7 @@ class Searcher:
         at_end = (scores[:, k - 1] == scores[:, -1]) & (rows[:, -1] >= 0)
         best, tied = (scores[:, :k].copy(), rows[:, :k].copy()), np.flatnonzero(at_end)
         while tied.size and count < len(self):
-            count = min(_WIDEN * count, len(self))
+            count = min(WIDEN * count, len(self))
             scores, rows = _ordered(*self._nearest(vectors[tied], count, asked))
             best[0][tied], best[1][tied] = scores[:, :k], rows[:, :k]
             tied = tied[(scores[:, k - 1] == scores[:, -1]) & (rows[:, -1] >= 0)]
@@ -382,7 +382,7 @@ class Searcher:
             done = left[enough]
             scores[done], rows[done] = self._best(vectors[done], near[enough], candidates[enough], k)
             left = left[~enough]
-            count *= _WIDEN
+            count *= WIDEN
         if left.size and kept:
             scores[left], rows[left] = self._exact(vectors[left], k, keep)
         return scores, rows

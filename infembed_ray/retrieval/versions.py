@@ -51,6 +51,7 @@ class IndexFacts:
         dimension: of the vectors.
         dimensions: to load the encoder with (`InstructionEncoder.from_pretrained(dimensions=...)`).
         metadata: columns of the passages besides id and text.
+        chunk_tokens, chunk_overlap: as of `IndexSettings`.
         title: column of the corpus that comes before the text, where a row has it; None: titles are left out.
         lineage: identity of the first version; versions of a lineage share their write-ahead log.
         folded: sequence of the last change that the shards include.
@@ -63,6 +64,8 @@ class IndexFacts:
     dimensions: int | None = None
     passages: int
     metadata: Mapping[str, FieldType] = field(default_factory=dict)
+    chunk_tokens: int | None = None
+    chunk_overlap: int = 0
     title: str | None = None
     shards: Sequence[ShardFacts]
     lineage: str
@@ -150,7 +153,8 @@ class IndexVersion:
 
 def change_log(root: Place, facts: IndexFacts) -> ChangeLog:
     """The write-ahead log of a published index."""
-    return ChangeLog(root.parent / CHANGES / facts.lineage, facts.metadata, facts.dimension, len(facts.shards))
+    directory, chunked = root.parent / CHANGES / facts.lineage, bool(facts.chunk_tokens)
+    return ChangeLog(directory, facts.metadata, facts.dimension, len(facts.shards), chunked)
 
 
 def versions(output: str | Place) -> list[IndexVersion]:

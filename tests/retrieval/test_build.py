@@ -83,7 +83,7 @@ def test_rows_that_another_node_keeps_are_missed(tmp_path: Path) -> None:
     work.partition(0, [tmp_path / "0.jsonl"])  # the other part's rows lie on another node
     with pytest.raises(InputError, match=r"output=out: node .* does not see .*spool"):
         work.sort(0, 2, 10, None)
-    assert work.reusable(0) is None
+    assert work.counts(0) is None
     with pytest.raises(InputError, match=r"corpus=c: node .* does not see"):
         work.partition(1, [tmp_path / "1.jsonl"])
 

@@ -26,6 +26,7 @@ from infembed_ray.config.base import nearest
 from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import Fault, InputError
 from infembed_ray.retrieval import passages
+from infembed_ray.retrieval.chunks import Bounds
 from infembed_ray.retrieval.filters import Value, typed
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.storage import durable
@@ -68,14 +69,16 @@ class Put:
     """Insert a document, or replace the one with its id.
 
     Attributes:
-        vector: (d,) float32 unit vector.
+        vector: (d,) float32 unit vector, or (chunks, d) vectors.
         metadata: values as in JSON; a missing column is null.
+        chunks: of the text, in an index with chunks.
     """
 
     id: str
     text: str
     vector: np.ndarray
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    chunks: Bounds | None = None
 
 
 @dataclass(frozen=True)
@@ -91,13 +94,16 @@ Change = Put | Delete
 class ChangeLog:
     """The write-ahead log of one lineage. The first append creates the directory."""
 
-    def __init__(self, directory: Place, metadata: Mapping[str, FieldType], dimension: int, shards: int = 1) -> None:
+    def __init__(
+        self, directory: Place, metadata: Mapping[str, FieldType], dimension: int, shards: int = 1, cut: bool = False
+    ) -> None:
         self.directory = directory
         self.metadata = metadata
         self.dimension = dimension
         self.shards = shards
-        # `_op` (put, or delete with all but `id` null), the columns of passages, `_vector`
-        self.schema = pa.schema([(OP, pa.string()), *passages.schema(metadata), (VECTOR, pa.list_(pa.float32()))])
+        # `_op` (put, or delete with all but `id` null), the columns of passages, `_vector` (of all chunks)
+        columns = passages.schema(metadata, cut)
+        self.schema = pa.schema([(OP, pa.string()), *columns, (VECTOR, pa.list_(pa.float32()))])
         self._last_seen = self._calls = self._listed = 0
         self._directory_synced = False
 
@@ -235,7 +241,10 @@ class ChangeLog:
         require_fitting(change, self.dimension)
         if isinstance(change, Delete):
             return {OP: "delete", "id": change.id, "text": None, VECTOR: None}
-        row = {OP: "put", "id": change.id, "text": change.text, VECTOR: np.asarray(change.vector, np.float32)}
+        if (change.chunks is None) != (passages.CHUNKS not in self.schema.names):
+            raise ChangeError(f"document {reprlib.repr(change.id)}: cut it into chunks if the index has them, else not")
+        vectors = np.asarray(change.vector, np.float32).ravel()
+        row = {OP: "put", "id": change.id, "text": change.text, passages.CHUNKS: change.chunks, VECTOR: vectors}
         return row | typed_metadata(change.id, change.metadata, self.metadata)
 
     def _segment(self, by_shard: Mapping[int, Sequence[Mapping[str, Any]]]) -> bytes:
@@ -316,7 +325,8 @@ def require_fitting(change: Change, dimension: int) -> None:
     if isinstance(change, Put):
         _require_text(change.id, change.text, "text")
         vector = np.asarray(change.vector, dtype=np.float32)
-        if vector.shape != (dimension,) or not np.isfinite(vector).all():
+        wanted = (dimension,) if change.chunks is None else (len(change.chunks) // 2, dimension)
+        if vector.shape != wanted or not np.isfinite(vector).all():
             raise ChangeError(
                 f"document {reprlib.repr(change.id)}: its vector must be {dimension} finite numbers, got shape {vector.shape}"
             )
