@@ -24,7 +24,7 @@ from obstore.exceptions import BaseError
 
 from infembed_ray.config.base import nearest
 from infembed_ray.config.retrieval import FieldType
-from infembed_ray.errors import Fault, InputError
+from infembed_ray.errors import InputError
 from infembed_ray.retrieval import passages
 from infembed_ray.retrieval.chunks import Bounds
 from infembed_ray.retrieval.filters import Value, typed
@@ -52,11 +52,6 @@ class ChangeError(ValueError):
 
 class LogFault(InputError):
     """The log cannot be read or written; the message names the file and the reason."""
-
-    @classmethod
-    def at(cls, directory: Place, fault: str, remedy: str) -> LogFault:
-        """Return the fault of a log in a directory."""
-        return cls(Fault("changes", directory, fault, remedy))
 
     @property
     def without_directory(self) -> str:
@@ -177,11 +172,7 @@ class ChangeLog:
         return self._bytes(sequence, 0, 1) is not None
 
     def check(self, after: int) -> None:
-        """Check that no segment after a sequence is missing; a gap would otherwise look like the end of the log.
-
-        Raises:
-            LogFault: a segment is missing.
-        """
+        """LogFault if a segment after a sequence is missing; a gap would otherwise look like the end of the log."""
         numbers = self._numbers()
         for number in range(max(after, 1), max([*numbers, after]) + 1):
             if number not in numbers and not self.has(number):  # a listing can miss a segment that is being linked
@@ -226,11 +217,7 @@ class ChangeLog:
         return whole.hexdigest()[:16]
 
     def prune(self, before: int) -> int:
-        """Delete the segments before a sequence that every version has folded in; returns how many.
-
-        Raises:
-            LogFault: one cannot be deleted.
-        """
+        """Delete the segments before a sequence that every version has folded in; returns how many, LogFault if it cannot."""
         old = sorted(number for number in self._numbers() if number < before)
         with self._faults("cannot be pruned", "give a directory that can be written"):
             for number in old:  # ascending: what an interruption leaves has no gap
@@ -274,7 +261,7 @@ class ChangeLog:
             try:
                 with (self.directory / name).open("rb") as file:
                     file.seek(start)
-                    return file.read() if length is None else file.read(length)
+                    return file.read(length)
             except FileNotFoundError:
                 return None
 
@@ -291,7 +278,7 @@ class ChangeLog:
 
     def _fault(self, sequence: int, reason: str) -> LogFault:
         remedy = "restore it, it and the changes after it are not applied until then"
-        return LogFault.at(self.directory, f"{segment_name(sequence)} {reason}", remedy)
+        return LogFault.of("changes", self.directory, f"{segment_name(sequence)} {reason}", remedy)
 
     @contextlib.contextmanager
     def _faults(self, fault: str, remedy: str) -> Iterator[None]:
@@ -300,7 +287,7 @@ class ChangeLog:
             yield
         except (OSError, pa.ArrowException, BaseError) as error:
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:240]
-            raise LogFault.at(self.directory, f"{fault} ({reason})", remedy) from error
+            raise LogFault.of("changes", self.directory, f"{fault} ({reason})", remedy) from error
 
     def _numbers(self) -> set[int]:
         """The numbers in use."""
