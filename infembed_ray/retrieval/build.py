@@ -36,7 +36,7 @@ from infembed_ray.retrieval import faiss_index
 from infembed_ray.retrieval.chunks import Cutter, as_chunks
 from infembed_ray.retrieval.corpus import parts_of, require_columns, require_passages, rows
 from infembed_ray.retrieval.milvus import Milvus, MilvusAddress, is_address
-from infembed_ray.retrieval.passages import CHUNKS, VectorRows, open_passages, position, schema, take, write_passages
+from infembed_ray.retrieval.passages import CHUNKS, VectorRows, position, schema, take, write_passages
 from infembed_ray.retrieval.shard_files import (
     PASSAGES_FILE,
     VECTORS_FILE,
@@ -204,24 +204,6 @@ class Work:
     dimension: int
     settings: IndexSettings
 
-    def sizes(self) -> list[int] | None:
-        """The passages of each shard; None before the corpus is partitioned."""
-        partitioned: dict[str, Any] | None = read_json(self.root / SIZES_FILE)
-        return None if partitioned is None else list(partitioned["sizes"])
-
-    def bad_rows(self) -> BadRows:
-        """The rows that the partitioned corpus leaves out."""
-        return BadRows("corpus", True, rows=read_json(self.root / SIZES_FILE)["bad_rows"])
-
-    def set_sizes(self, sizes: Sequence[int], bad: BadRows) -> None:
-        """Record that the corpus is partitioned."""
-        rows = json.loads(json.dumps(bad.rows, default=str))
-        write_json(self.root / SIZES_FILE, {"sizes": list(sizes), "bad_rows": rows})
-
-    def errors(self) -> contextlib.AbstractContextManager[None]:
-        """`output_errors` of the output."""
-        return output_errors(self.settings.output)
-
     def partition(
         self, part: int, files: Sequence[Place], cutter: Cutter | None = None
     ) -> tuple[list[int], set[str], BadRows]:
@@ -240,7 +222,7 @@ class Work:
         typed, sizes, seen = schema(metadata, cutter is not None), np.zeros(shards, np.int64), set[str]()
         bad = BadRows("corpus", self.settings.on_bad_row == "reject")
         every = itertools.chain.from_iterable(rows(file, columns, metadata, seen, bad, cutter) for file in files)
-        with self.errors(), contextlib.ExitStack() as opened:
+        with output_errors(self.settings.output), contextlib.ExitStack() as opened:
             directory = opened.enter_context(delivering(self.root / SPOOL / f"{part:05d}"))
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
@@ -273,10 +255,6 @@ class Work:
                 spool.download(name, directory / name)
             yield [directory / name for name in names]
 
-    def drop_spool(self) -> None:
-        """Delete the unsorted rows."""
-        clear(self.root / SPOOL)
-
     def _file(self, shard: int, name: str) -> Place:
         return self.root / shard_name(shard) / name
 
@@ -299,7 +277,7 @@ class Work:
             InputError: this node does not see the rows of a part, which another node partitioned.
         """
         typed, counts = schema(self.settings.metadata, bool(self.settings.chunk_tokens)), {"reused": 0, "vectors": 0}
-        with self.errors(), self._spooled(shard) as spooled:
+        with output_errors(self.settings.output), self._spooled(shard) as spooled:
             if len(spooled) < parts:
                 raise FileNotFoundError(errno.ENOENT, "rows are missing", str(self.root / SPOOL))
             with contextlib.ExitStack() as opened:
@@ -337,15 +315,6 @@ class Work:
             read = batches.get_batch(block.number).column(0).to_numpy(zero_copy_only=False)
         return read.reshape(count, self.dimension).copy()
 
-    def write_encoded(self, block: Block, vectors: np.ndarray) -> None:
-        """Write the vectors of a block."""
-        with delivering(self.root / block.name) as file:
-            write_vectors(file, [vectors], len(vectors), self.dimension, self.settings.vectors)
-
-    def encoded(self) -> set[str]:
-        """Names of the blocks that have their vectors."""
-        return {name for name in listing(self.root) if name.endswith(".npy")}
-
     def vectors(self, block: Block) -> np.ndarray:
         """Read the vectors of a block, (count, dimension)."""
         vectors: np.ndarray = np.load(io.BytesIO(read_binary(self.root / block.name)))
@@ -356,9 +325,9 @@ class Work:
         with self._batches(shard) as batches:
             numbers = range(batches.num_record_batches)
             tables = (pa.Table.from_batches([batches.get_batch(number)]) for number in numbers)
-            write_passages(directory / PASSAGES_FILE, batches.schema, tables)
-        vectors, count = map(self.vectors, blocks), VectorRows.of(open_passages(directory / PASSAGES_FILE)).size
-        write_vectors(directory / VECTORS_FILE, vectors, count, self.dimension, self.settings.vectors)
+            count = write_passages(directory / PASSAGES_FILE, batches.schema, tables)
+        vectors, precision = map(self.vectors, blocks), self.settings.vectors
+        write_vectors(directory / VECTORS_FILE, vectors, count, self.dimension, precision)
 
     def delete(self) -> None:
         """Delete everything."""
@@ -385,17 +354,9 @@ def _sorted(spooled: Sequence[Path], rows_at_once: int) -> Iterator[pa.Table]:
 
 def work_root(step: Step, settings: IndexSettings) -> Place:
     """Return the place of the work of these passages and vectors, which an interrupted build leaves."""
-    decides = {
-        "inputs": step.contents,
-        "columns": settings.columns,
-        "metadata": settings.metadata,
-        "shards": settings.shards,
-        "dimensions": settings.dimensions,
-        "vectors": settings.vectors,
-        "on_bad_row": settings.on_bad_row,
-        "chunks": [settings.chunk_tokens, settings.chunk_overlap],
-        "layout": [_LAYOUT, BLOCK_PASSAGES],
-    }
+    decides = settings.model_dump(include={"columns", "metadata", "shards", "dimensions", "vectors", "on_bad_row"})
+    chunks, layout = [settings.chunk_tokens, settings.chunk_overlap], [_LAYOUT, BLOCK_PASSAGES]
+    decides |= {"inputs": step.contents, "chunks": chunks, "layout": layout}
     name = f".{hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]}.encoded"
     return step.root.resolve() / name if step.remote is None else step.remote.parent / name
 
@@ -503,7 +464,7 @@ def build_index(
     cutter = Cutter.of(encoder.texts, settings)
     warn_of_changes(step)
     with output_errors(settings.output), work_directory(step, settings, encoder.dimension) as work:
-        sizes = partition_corpus(corpus, work, tasks, cutter)
+        sizes, bad = partition_corpus(corpus, work, tasks, cutter)
         build = choose_build(settings, sizes, encoder.dimension)
         sort_shards(corpus, sizes, work, tasks, _base(step, encoder, settings))
         if cutter is not None:
@@ -521,7 +482,7 @@ def build_index(
                 raise RuntimeError(f"{facts.passages} of {sum(sizes)} passages reached a shard")
             staging.counts = {"passages": facts.passages, "encoded": encoded, "shards": len(shards)}
             staging.facts = {"index": facts.as_json()}
-            write_bad_rows(staging.path, work.bad_rows())
+            write_bad_rows(staging.path, bad)
         clear_attempts(step.remote or step.path, shards)
         work.delete()
 
@@ -540,11 +501,8 @@ def facts_of(
         model=model,
         template=encoder.text.template,
         dimension=encoder.dimension,
-        dimensions=settings.dimensions,
         passages=passages,
-        metadata=settings.metadata,
-        chunk_tokens=settings.chunk_tokens,
-        chunk_overlap=settings.chunk_overlap,
+        **settings.model_dump(include={"dimensions", "metadata", "chunk_tokens", "chunk_overlap"}),
         title=settings.columns.get("title", "title") or None,
         shards=shards,
         lineage=step.identity,
@@ -554,16 +512,16 @@ def facts_of(
 # ------------------------------------------------------------------------------------------------------ the corpus
 
 
-def partition_corpus(corpus: Place, work: Work, tasks: Tasks, cutter: Cutter | None = None) -> list[int]:
-    """Partition the corpus, unless an interrupted run did; returns the passages of each shard.
+def partition_corpus(
+    corpus: Place, work: Work, tasks: Tasks, cutter: Cutter | None = None
+) -> tuple[list[int], BadRows]:
+    """Partition the corpus, unless an interrupted run did; returns the passages of each shard, and the rows left out.
 
-    A corpus of one part needs no cluster, so its faults are found before Ray starts.
-
-    Raises:
-        InputError: see `Work.partition`; or the corpus has no rows, or none with a metadata column.
+    A corpus of one part needs no cluster, so its faults are found before Ray starts: InputError as `Work.partition` and
+    `require_passages`.
     """
-    if (sizes := work.sizes()) is not None:
-        return sizes
+    if (done := read_json(work.root / SIZES_FILE)) is not None:
+        return done["sizes"], BadRows("corpus", True, rows=done["bad_rows"])
     work.delete()  # what an interrupted deletion left
     parts = parts_of(corpus)
     sizes, seen = [0] * work.settings.shards, set[str]()
@@ -581,16 +539,13 @@ def partition_corpus(corpus: Place, work: Work, tasks: Tasks, cutter: Cutter | N
     except InputError:
         work.delete()
         raise
-    work.set_sizes(sizes, bad)
-    return sizes
+    left_out = json.loads(json.dumps(bad.rows, default=str))
+    write_json(work.root / SIZES_FILE, {"sizes": sizes, "bad_rows": left_out})
+    return sizes, bad
 
 
 def sort_shards(corpus: Place, sizes: Sequence[int], work: Work, tasks: Tasks, base: Base | None) -> None:
-    """Sort the passages of all shards by id, and find the vectors that the base has.
-
-    Raises:
-        DuplicateId: two rows have one id.
-    """
+    """Sort the passages of all shards by id, and find the vectors that the base has; DuplicateId as `Work.sort`."""
     missing = [shard for shard in range(len(sizes)) if work.counts(shard) is None]
     parts, rows = len(parts_of(corpus)), block_rows(sizes)
     try:
@@ -600,7 +555,7 @@ def sort_shards(corpus: Place, sizes: Sequence[int], work: Work, tasks: Tasks, b
     except DuplicateId:
         work.delete()
         raise
-    work.drop_spool()
+    clear(work.root / SPOOL)
 
 
 def _base(step: Step, encoder: InstructionEncoder, settings: IndexSettings) -> Base | None:
@@ -618,7 +573,7 @@ def _base(step: Step, encoder: InstructionEncoder, settings: IndexSettings) -> B
 
 def encode_passages(sizes: Sequence[int], work: Work, tasks: Tasks) -> int:
     """Encode the blocks that have no file yet; returns how many passages this build encodes, with interrupted runs."""
-    encoded = work.encoded()
+    encoded = listing(work.root)
     missing = [block for block in blocks_of(sizes) if block.name not in encoded]
     total, left = sum(sizes), sum(block.count for block in missing)
     figures = {"encoded": 0, "reused": 0}
@@ -655,7 +610,8 @@ def encode_block(encoder: InstructionEncoder, work: Work, block: Block) -> int:
             remedy = "the weights are damaged or training diverged: give another checkpoint"
             raise InputError.of("model", encoder.source, fault, remedy)
         vectors[rows.of_passages(new)] = encoded
-    work.write_encoded(block, vectors)
+    with delivering(work.root / block.name) as file:
+        write_vectors(file, [vectors], rows.size, work.dimension, work.settings.vectors)
     return len(new)
 
 
@@ -695,5 +651,5 @@ def write_shard(root: Place, work: Work, shard: int, blocks: Sequence[Block], bu
         work.gather(shard, blocks, directory)
         return build_shard(directory, build)
 
-    with work.errors():
+    with output_errors(work.settings.output):
         return write_once(root, shard_name(shard), write)

@@ -15,7 +15,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.progress import counted, say
 from infembed_ray.retrieval import versions
 from infembed_ray.retrieval.build import Tasks, output_errors, write_shards
-from infembed_ray.retrieval.passages import VectorRows, open_passages, schema, write_passages
+from infembed_ray.retrieval.passages import schema, write_passages
 from infembed_ray.retrieval.shard_files import (
     PASSAGES_FILE,
     VECTORS_FILE,
@@ -82,14 +82,7 @@ class Compaction:
         return Step("index", self.settings, address(self.base.parent), {}, names)
 
     def run(self, step: Step, tasks: Tasks, cpus: float = 1) -> None:
-        """Publish the next version; without new changes, it continues an interrupted run.
-
-        Args:
-            cpus: per task that builds a shard.
-
-        Raises:
-            InputError: a file of the base or a change is damaged; no type fits the memory; or recall is below the floor.
-        """
+        """Publish the next version, or continue an interrupted run, with `cpus` per shard; InputError as `compact`."""
         with output_errors(str(step.root)), step.publish() as staging:
             calls = [(self, number) for number in range(len(self.facts.shards))]
             shards = write_shards(_write_shard, calls, staging, cpus, tasks)
@@ -109,8 +102,8 @@ def _write_shard(root: Place, work: Compaction, number: int) -> ShardFacts:
         log = change_log(work.base, facts)
         live = LiveShard(Shard.open(work.base, old), log, number, facts.folded, work.until)
         passages = (passages for passages, _ in live.content())
-        write_passages(directory / PASSAGES_FILE, schema(facts.metadata, bool(facts.chunk_tokens)), passages)
-        count = VectorRows.of(open_passages(directory / PASSAGES_FILE)).size
+        columns = schema(facts.metadata, bool(facts.chunk_tokens))
+        count = write_passages(directory / PASSAGES_FILE, columns, passages)
         vectors = (vectors for _, vectors in live.content())
         write_vectors(directory / VECTORS_FILE, vectors, count, facts.dimension, facts.vectors)
         floor = settings.recall_floor

@@ -30,12 +30,7 @@ _MAX_BLOCKS = 4096
 
 
 def run(settings: IndexSettings) -> Published:
-    """Encode the corpus and publish its index. An index of the same corpus and model is not built again.
-
-    Raises:
-        InputError: corpus, model, index type or output cannot be used; an embedding is not finite; no type fits the
-            memory or reaches the recall floor; or the disk is full. Nothing is published then.
-    """
+    """Encode the corpus and publish its index, unless it is there; InputError as `build.prepare` and `build.build_index`."""
     if is_address(settings.output):
         return _run_in_engine(settings)
     corpus, model, step = build.prepare(settings)
@@ -126,7 +121,7 @@ class EncodeBlock:
         new = 0
         try:
             if self._fault is None:
-                with self._work.errors():
+                with build.output_errors(self._work.settings.output):
                     new = build.encode_block(self._encoder, self._work, Block(**block))
         except InputError as error:
             self._fault = str(error)
@@ -148,7 +143,7 @@ def _run_in_engine(settings: IndexSettings) -> Published:
     tasks = OnRay(local, model)
     with build.output_errors(local.output), work_directory(step, local, encoder.dimension) as work:
         engine.begin(step.identity, settings.metadata, encoder.dimension, settings.factory)  # first: it may refuse
-        sizes = build.partition_corpus(corpus, work, tasks)
+        sizes, bad = build.partition_corpus(corpus, work, tasks)
         build.sort_shards(corpus, sizes, work, tasks, None)
         say(f"index: {counted(sum(sizes), 'passage')} to {settings.output}, {model}")
         build.encode_passages(sizes, work, tasks)
@@ -162,7 +157,7 @@ def _run_in_engine(settings: IndexSettings) -> Published:
         made = Staging(step.partial, counts={"passages": facts.passages}, facts={"index": facts.as_json()})
         manifest = step.manifest(made, time.monotonic() - started)
         engine.finish(step.identity, manifest)
-        write_bad_rows(step.root, work.bad_rows())
+        write_bad_rows(step.root, bad)
         work.delete()
     say(f"index: {engine.address} names this version; `infembed index use` names another")
     return Published(step.path, manifest, fresh=True, uri=settings.output)

@@ -88,10 +88,7 @@ class VectorRows:
 def as_typed(value: Any, kind: FieldType) -> Value | None:
     """Convert a corpus value to its column type without loss. Strings are parsed; NaN and an empty string are null.
 
-    pandas writes whole numbers as 2020.0 and dates as timestamps: these are read as what they were.
-
-    Raises:
-        ValueError: the value has another type; the message says what the type takes.
+    pandas writes whole numbers as 2020.0 and dates as timestamps: these are read as what they were. ValueError as `typed`.
     """
     if value is None or value != value or (value == "" and kind != "string"):
         return None
@@ -197,7 +194,7 @@ def write_passages(file: Path, schema: pa.Schema, tables: Iterable[pa.Table]) ->
         tables: passages by id ascending, some at a time.
 
     Returns:
-        Number of passages.
+        Number of their vectors.
 
     Raises:
         ValueError: ids do not ascend, or one is duplicate.
@@ -211,4 +208,4 @@ def write_passages(file: Path, schema: pa.Schema, tables: Iterable[pa.Table]) ->
         raise ValueError(f"ids must be unique and ascend: {str(ids[wrong + 1])!r} comes after {str(ids[wrong])!r}")
     with durable.replacing(file) as stream, pa.ipc.new_file(stream, schema) as writer:
         writer.write_table(table)
-    return len(table)
+    return VectorRows.of(table).size

@@ -12,7 +12,6 @@ from obstore.exceptions import GenericError
 
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.records.files import BadRows
 from infembed_ray.retrieval import build as module
 from infembed_ray.retrieval import corpus as corpora
 from infembed_ray.retrieval.build import (
@@ -32,7 +31,7 @@ from infembed_ray.retrieval.build import (
 from infembed_ray.retrieval.passages import schema
 from infembed_ray.retrieval.shards import Build, shard_of
 from infembed_ray.storage.object_store import SCRATCH, Folder
-from infembed_ray.storage.places import Place, listing, open_binary
+from infembed_ray.storage.places import Place, clear, listing, open_binary, read_json, write_json
 from infembed_ray.storage.steps import Step
 from tests.retrieval.vectors import unit_vectors
 from tests.support.files import write_jsonl
@@ -99,8 +98,8 @@ def test_a_corpus_in_an_object_store_is_partitioned_in_parts(
     corpus.write(".hidden.jsonl", "not data")
     monkeypatch.setattr(corpora, "PART_BYTES", 1)
     work = work_in(tmp_path / "work", 2)
-    sizes = partition_corpus(corpus, work, Tasks())
-    assert work.sizes() == sizes
+    sizes, _ = partition_corpus(corpus, work, Tasks())
+    assert read_json(work.root / module.SIZES_FILE)["sizes"] == sizes
     sort_shards(corpus, sizes, work, Tasks(), None)
     passages = [row for block in blocks_of(sizes) for row in work.passages(block).to_pylist()]
     assert sorted(passages, key=lambda row: row["year"]) == rows
@@ -117,10 +116,10 @@ def test_a_bad_row_is_named_by_its_uri_and_a_duplicate_id_is_refused_also_betwee
         partition_corpus(corpus, work, Tasks())
     for name in ("a.jsonl", "b.jsonl"):
         corpus.write(name, '{"id": "a", "text": "x"}\n')
-    sizes = partition_corpus(corpus, work, Tasks())
+    sizes, _ = partition_corpus(corpus, work, Tasks())
     with pytest.raises(DuplicateId, match="several rows have the id a"):
         sort_shards(corpus, sizes, work, Tasks(), None)
-    assert work.sizes() is None
+    assert read_json(work.root / module.SIZES_FILE) is None
 
 
 @pytest.mark.parametrize("given", [{"lexical": True}, {"memory_gib": 1}])
@@ -159,10 +158,10 @@ def fill(work: Work, corpus: Path, rows: int, base: Base | None = None) -> list[
     sizes = np.zeros(work.settings.shards, int)
     for part in range(2):
         sizes += work.partition(part, [write_jsonl(corpus / f"{part}.jsonl", made[part::2])])[0]
-    work.set_sizes(sizes.tolist(), BadRows("corpus"))
+    write_json(work.root / module.SIZES_FILE, {"sizes": sizes.tolist()})
     for shard in range(len(sizes)):
         work.sort(shard, 2, module.BLOCK_PASSAGES, base)
-    work.drop_spool()
+    clear(work.root / module.SPOOL)
     return sizes.tolist()
 
 
@@ -191,7 +190,7 @@ def test_a_deletion_that_is_interrupted_lets_the_next_build_begin_again(
         patch.setattr(Folder, "delete", interrupted)
         with pytest.raises(KeyboardInterrupt):
             work.delete()
-    assert work.sizes() is None
+    assert read_json(work.root / module.SIZES_FILE) is None
     assert fill(work, tmp_path / "corpus", 25) == sizes
     work.delete()
     work.delete()  # as after a corpus without passages
