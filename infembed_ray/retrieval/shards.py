@@ -25,7 +25,7 @@ from infembed_ray.retrieval.chunks import Chunk
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.faiss_index import Searcher, calibrate
 from infembed_ray.retrieval.lexical import Lexical
-from infembed_ray.retrieval.passages import CHUNKS, VectorRows, open_passages, row_of
+from infembed_ray.retrieval.passages import CHUNKS, VectorRows, open_passages
 from infembed_ray.retrieval.shard_files import (
     INDEX_FILE,
     PASSAGES_FILE,
@@ -191,10 +191,6 @@ class Shard:
     def vectors(self, rows: np.ndarray | slice) -> np.ndarray:
         """The encoded vectors of some rows, (rows, d) float32."""
         return self._searcher.vectors(rows)
-
-    def row_of(self, id: str) -> int | None:
-        """The row of a passage; None if it is not in this shard."""
-        return row_of(self.passages, id)
 
 
 def _read_links(file: Path, passages: int) -> None:

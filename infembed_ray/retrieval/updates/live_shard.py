@@ -6,9 +6,9 @@ search reads one snapshot, and `refresh` builds the next beside it, so they do n
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +22,7 @@ from infembed_ray.retrieval.chunks import as_chunks
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.filters import Filter
 from infembed_ray.retrieval.lexical import DeltaTerms, terms_of
-from infembed_ray.retrieval.passages import CHUNKS, TEXT, VectorRows, take
+from infembed_ray.retrieval.passages import CHUNKS, TEXT, VectorRows, row_of, take
 from infembed_ray.retrieval.shards import Hit, Shard, hits_of
 from infembed_ray.retrieval.updates.write_ahead_log import OP, VECTOR, ChangeLog, LogFault
 
@@ -68,11 +68,6 @@ class LiveState:
         """The vectors of each row of the delta."""
         return VectorRows.of(self.passages)
 
-    @property
-    def vectors(self) -> np.ndarray:
-        """(vector_rows.size, d) float32 vectors of the delta."""
-        return self.store[: self.vector_rows.size]
-
 
 def delta_place(row: Any) -> Any:
     """The place of a row of the delta, or of an array of rows: negative, unlike a row of the base. Its own inverse."""
@@ -104,7 +99,7 @@ def without_dead_rows(snapshot: LiveState) -> LiveState:
         snapshot,
         passages=passages,
         terms=terms,
-        store=snapshot.vectors[snapshot.vector_rows.spread(live)],
+        store=snapshot.store[: snapshot.vector_rows.size][snapshot.vector_rows.spread(live)],
         live=np.ones(count, bool),
         rows={id: row if row == DELETED else int(place[row]) for id, row in snapshot.rows.items()},
     )
@@ -276,12 +271,10 @@ class LiveShard:
         scores, rows = self.base.search_rows(vectors, min(k, max(len(self.base), 1)), keep)
         if not len(vectors) or (query.texts is None and not live.any() and self.base.rows.starts is None):
             return ShardAnswer(self.base.hits(rows, scores), snapshot.sequence)
-        of_delta = snapshot.vector_rows.largest(vectors @ snapshot.vectors.T)
+        of_delta = snapshot.vector_rows.largest(vectors @ snapshot.store[: snapshot.vector_rows.size].T)
         of_delta[:, ~live] = -np.inf
-        best = [
-            _best(partial(self._exact, snapshot, vectors[number]), k, scores[number], rows[number], of_delta[number])
-            for number in range(len(vectors))
-        ]
+        of_each = zip(vectors, scores, rows, of_delta, strict=True)
+        best = [self._best(snapshot, k, *of_query) for of_query in of_each]
         if query.texts is None:
             hits = self._hits(snapshot, vectors, best)
             return ShardAnswer([nearest(of_vector, k) for of_vector in hits], snapshot.sequence)
@@ -295,6 +288,26 @@ class LiveShard:
             best[number] = self._exact(snapshot, vector, places)[0], places
             lexical.append(words[places])
         return ShardAnswer(self._hits(snapshot, vectors, best), snapshot.sequence, lexical)
+
+    def _best(
+        self, snapshot: LiveState, k: int, vector: np.ndarray, scores: np.ndarray, rows: np.ndarray, delta: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Scores and places of the best `k` passages in base and delta, and of those with the score of the last one.
+
+        Args:
+            scores, rows: the best of the base, padded with row -1.
+            delta: products with the passages of the delta, -inf for those that may not be found.
+        """
+        together = np.concatenate([np.where(rows < 0, -np.inf, scores), delta])
+        last = max(0, len(together) - k)
+        least = max(np.partition(together, last)[last] - _ROUNDING, np.finfo(np.float32).min)
+        in_base, near = (rows >= 0) & (scores >= least), delta_place(np.flatnonzero(delta >= least))
+        exact = np.concatenate([scores[in_base], self._exact(snapshot, vector, near)[0]])
+        places = np.concatenate([rows[in_base], near])
+        if len(exact) > k:
+            best = exact >= np.partition(exact, -k)[-k]
+            exact, places = exact[best], places[best]
+        return exact, places
 
     def _words(self, snapshot: LiveState, text: str, keep: np.ndarray | None, live: np.ndarray) -> np.ndarray:
         """BM25 of the rows of the base, then of the delta from its last row to its first, so that places are indices."""
@@ -329,7 +342,7 @@ class LiveShard:
         vectors = np.empty((len(places), self._log.dimension), np.float32)
         in_base = places >= 0
         vectors[in_base] = self.base.vectors(places[in_base])
-        vectors[~in_base] = snapshot.vectors[delta_place(places[~in_base])]
+        vectors[~in_base] = snapshot.store[delta_place(places[~in_base])]
         return vectors
 
     def _passages(self, snapshot: LiveState, places: np.ndarray) -> pa.Table:
@@ -357,7 +370,7 @@ class LiveShard:
         """The place of a document; None if there is none."""
         row = snapshot.rows.get(id)
         if row is None:
-            return self.base.row_of(id)
+            return row_of(self.base.passages, id)
         return None if row == DELETED else int(delta_place(row))
 
     def _apply(self, sequence: int, tables: Sequence[pa.Table]) -> None:
@@ -370,7 +383,7 @@ class LiveShard:
         final = {id: row for row, id in enumerate(changes.column("id").to_pylist())}  # the last change to an id wins
         changes = changes.take(pa.array(final.values(), pa.int64()))
         rows, live, keep = dict(before.rows), before.live.copy(), before.keep
-        in_base = {id: row for id in final if (row := self.base.row_of(id)) is not None}
+        in_base = {id: row for id in final if (row := row_of(self.base.passages, id)) is not None}
         if in_base:
             keep = np.ones(len(self.base), bool) if keep is None else keep.copy()
             keep[list(in_base.values())] = False
@@ -390,28 +403,6 @@ class LiveShard:
         if before.terms is not None:
             before.terms.add(len(before.live), put.column("text").to_pylist())
         self._snapshot = without_dead_rows(LiveState(sequence, keep, passages, store, live, rows, before.terms))
-
-
-def _best(
-    exact_of: Callable[..., Any], k: int, scores: np.ndarray, rows: np.ndarray, of_delta: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and places of the best `k` passages in base and delta, and of those with the score of the last one.
-
-    Args:
-        exact_of: `LiveShard._exact` of places.
-        scores, rows: the best of the base, padded with row -1.
-        of_delta: products with the passages of the delta, -inf for those that may not be found.
-    """
-    together = np.concatenate([np.where(rows < 0, -np.inf, scores), of_delta])
-    last = max(0, len(together) - k)
-    least = max(np.partition(together, last)[last] - _ROUNDING, np.finfo(np.float32).min)
-    in_base, near = (rows >= 0) & (scores >= least), delta_place(np.flatnonzero(of_delta >= least))
-    exact = np.concatenate([scores[in_base], exact_of(near)[0]])
-    places = np.concatenate([rows[in_base], near])
-    if len(exact) > k:
-        best = exact >= np.partition(exact, -k)[-k]
-        exact, places = exact[best], places[best]
-    return exact, places
 
 
 def _scores(vector: np.ndarray, rows: np.ndarray) -> np.ndarray:
