@@ -50,13 +50,9 @@ class Compaction:
 
     @classmethod
     def open(cls, index: str) -> Compaction:
-        """Plan the compaction of all changes until now.
+        """Plan the compaction of a version, or of the latest of an output, and all changes until now.
 
-        Args:
-            index: a version, or an output directory whose `latest` names one.
-
-        Raises:
-            InputError: there is no index, or a change is missing.
+        InputError if there is no index, or a change is missing.
         """
         base = find_input(index, "index")
         manifest = read_manifest(base, "index")

@@ -103,11 +103,7 @@ def rows(
 
 
 def count_passages(settings: IndexSettings, corpus: Place) -> int:
-    """Count the passages of a corpus, and check its rows; of Parquet files, the first `SAMPLE` rows.
-
-    Raises:
-        InputError: a file cannot be read, a column is missing, or one of these rows is invalid.
-    """
+    """Count the passages of a corpus, and check its rows, of Parquet files the first `SAMPLE`; InputError as of a build."""
     columns, metadata, total = settings.columns, settings.metadata, 0
     seen, bad = set[str](), BadRows("corpus", settings.on_bad_row == "reject")
     for file in data_files(corpus, "corpus"):
