@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from typing_extensions import Self
+
 from infembed_ray.ray_failures import cause_of, meaning
 from infembed_ray.redaction import holds_credentials, masked
 
@@ -63,7 +65,7 @@ class InputError(_Lines, ValueError):
         super().__init__(*faults)
 
     @classmethod
-    def of(cls, setting: str, value: Any, fault: str, remedy: str = "") -> InputError:
+    def of(cls, setting: str, value: Any, fault: str, remedy: str = "") -> Self:
         """Return the error with one fault; the arguments are its fields."""
         return cls(Fault(setting, value, fault, remedy))
 

@@ -1,8 +1,8 @@
 """Settings of `infembed index` and `infembed index compact`."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from infembed_ray.config.base import IndexPath, InputPath, ModelName, RowSettings, Settings, runtime_field
 
@@ -29,6 +29,12 @@ class IndexSettings(RowSettings):
     shards: int = Field(2, ge=1, description="shards of the index; a hash of its id assigns a passage")
     dimensions: int | None = Field(None, ge=1, description="dimensions of the embeddings (Matryoshka); null: all")
     vectors: Precision = Field("float16", description="precision of the stored vectors; float16 takes half the space")
+    chunk_tokens: int | None = Field(
+        None,
+        ge=32,
+        description="maximum tokens of a chunk, into which longer passages are cut; null: not cut but truncated",
+    )
+    chunk_overlap: int = Field(0, ge=0, description="tokens that neighbouring chunks share, up to half of chunk_tokens")
     factory: str | None = Field(
         None,
         description="index type of all shards, as faiss.index_factory spells it, or the engine's own name; null: chosen by count, dimension and memory",
@@ -44,6 +50,17 @@ class IndexSettings(RowSettings):
         gt=0,
         description="CPUs and threads per task that builds a shard; with several, HNSW graphs are not reproducible",
     )
+
+    @model_validator(mode="after")
+    def _chunks_differ(self) -> "IndexSettings":
+        if self.chunk_overlap > (self.chunk_tokens or 0) // 2:
+            raise ValueError("chunk_overlap must be at most half of chunk_tokens; lower it, or set chunk_tokens")
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that decide the result. Without chunks, an index keeps the identity of earlier versions."""
+        chunks = {"chunk_tokens", "chunk_overlap"} if self.chunk_tokens is None else set()
+        return {name: value for name, value in super().identity().items() if name not in chunks}
 
 
 class CompactSettings(Settings):

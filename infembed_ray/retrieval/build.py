@@ -33,9 +33,10 @@ from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.progress import counted, say, track
 from infembed_ray.records.files import BadRows, write_bad_rows
 from infembed_ray.retrieval import faiss_index
+from infembed_ray.retrieval.chunks import Cutter, as_chunks
 from infembed_ray.retrieval.corpus import parts_of, require_columns, require_passages, rows
 from infembed_ray.retrieval.milvus import Milvus, MilvusAddress, is_address
-from infembed_ray.retrieval.passages import position, schema, take, write_passages
+from infembed_ray.retrieval.passages import CHUNKS, VectorRows, position, schema, take, write_passages
 from infembed_ray.retrieval.shard_files import (
     PASSAGES_FILE,
     VECTORS_FILE,
@@ -67,19 +68,19 @@ from infembed_ray.telemetry import report
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder
 
-CHUNK_PASSAGES = 512
-"""Minimum passages of a chunk: enough to batch by length; an interruption loses one chunk per actor."""
+BLOCK_PASSAGES = 512
+"""Minimum passages of a block: enough to batch by length; an interruption loses one block per actor."""
 ENCODED = "encoded"
 REUSED_FILE = "reused.vectors"
 SORTED_FILE = "sorted.json"
 SIZES_FILE = "sizes.json"
 SPOOL = "spool"
-_MAX_CHUNK_PASSAGES = 8192
-_MAX_CHUNKS = 10_000
-"""Chunks of a corpus, beyond which they become larger."""
+_MAX_BLOCK_PASSAGES = 8192
+_MAX_BLOCKS = 10_000
+"""Blocks of a corpus, beyond which they become larger."""
 _ROWS_AT_ONCE = 8192
 _SHARE = "give a directory that all nodes share, or a folder of an object store"
-_LAYOUT = 6
+_LAYOUT = 7
 """Version of these files. Builds of another version do not resume from them."""
 _FORMATS = {"format": str(FORMAT), "documents": "title and text"}
 """How documents are read and stored, in the identity of an index."""
@@ -116,7 +117,7 @@ class DuplicateId(InputError):
 
 
 @dataclass(frozen=True)
-class Chunk:
+class Block:
     """Rows `start` to `start + count` of a shard's passages, which are encoded together. `number` counts those of the shard."""
 
     shard: int
@@ -130,26 +131,26 @@ class Chunk:
         return f"{shard_name(self.shard)}/{ENCODED}/{self.start:010d}.npy"
 
 
-def chunks_of(sizes: Sequence[int]) -> list[Chunk]:
-    """The chunks of all shards, in order."""
-    rows = chunk_rows(sizes)
+def blocks_of(sizes: Sequence[int]) -> list[Block]:
+    """The blocks of all shards, in order."""
+    rows = block_rows(sizes)
     return [
-        Chunk(shard, number, start, min(rows, size - start))
+        Block(shard, number, start, min(rows, size - start))
         for shard, size in enumerate(sizes)
         for number, start in enumerate(range(0, size, rows))
     ]
 
 
-def chunk_rows(sizes: Sequence[int]) -> int:
-    """Maximum rows of a chunk of a corpus with these shards."""
-    return max(CHUNK_PASSAGES, min(_MAX_CHUNK_PASSAGES, sum(sizes) // _MAX_CHUNKS))
+def block_rows(sizes: Sequence[int]) -> int:
+    """Maximum rows of a block of a corpus with these shards."""
+    return max(BLOCK_PASSAGES, min(_MAX_BLOCK_PASSAGES, sum(sizes) // _MAX_BLOCKS))
 
 
 @dataclass(frozen=True)
 class Base:
     """The older version whose vectors a build reuses: passages whose id and text are in it are not encoded again.
 
-    Passages of both are sorted by id, so a chunk of new ones is compared with one range of old ones.
+    Passages of both are sorted by id, so a block of new ones is compared with one range of old ones.
     """
 
     root: Place
@@ -172,8 +173,9 @@ class Base:
         return self._opened[number]
 
     def vectors(self, passages: pa.Table, dimension: int) -> np.ndarray:
-        """The vectors of n > 0 passages by id ascending: (n, dimension) float32, NaN for those that are new."""
-        vectors = np.full((len(passages), dimension), np.nan, np.float32)
+        """The vectors of n > 0 passages by id ascending, n or one for each chunk, as float32; NaN for those that are new."""
+        rows = VectorRows.of(passages)
+        vectors = np.full((rows.size, dimension), np.nan, np.float32)
         owners = shards_of(passages.column("id"), len(self.shards))
         for number in np.unique(owners).tolist():
             if (shard := self._shard(number)) is None:
@@ -185,7 +187,8 @@ class Base:
             some = shard.passages.slice(first, last + 1 - first)
             places = pc.index_in(ids, some.column("id").combine_chunks())
             same = pc.equal(given.column("text"), some.column("text").take(places)).fill_null(False).to_numpy()
-            vectors[own[same]] = shard.vectors(first + places.filter(same).to_numpy())
+            old = shard.rows.of_passages(first + places.filter(same).to_numpy())
+            vectors[rows.of_passages(own[same])] = shard.vectors(old)
         return vectors
 
 
@@ -201,25 +204,9 @@ class Work:
     dimension: int
     settings: IndexSettings
 
-    def sizes(self) -> list[int] | None:
-        """The passages of each shard; None before the corpus is partitioned."""
-        partitioned: dict[str, Any] | None = read_json(self.root / SIZES_FILE)
-        return None if partitioned is None else list(partitioned["sizes"])
-
-    def bad_rows(self) -> BadRows:
-        """The rows that the partitioned corpus leaves out."""
-        return BadRows("corpus", True, rows=read_json(self.root / SIZES_FILE)["bad_rows"])
-
-    def set_sizes(self, sizes: Sequence[int], bad: BadRows) -> None:
-        """Record that the corpus is partitioned."""
-        rows = json.loads(json.dumps(bad.rows, default=str))
-        write_json(self.root / SIZES_FILE, {"sizes": list(sizes), "bad_rows": rows})
-
-    def errors(self) -> contextlib.AbstractContextManager[None]:
-        """`output_errors` of the output."""
-        return output_errors(self.settings.output)
-
-    def partition(self, part: int, files: Sequence[Place]) -> tuple[list[int], set[str], BadRows]:
+    def partition(
+        self, part: int, files: Sequence[Place], cutter: Cutter | None = None
+    ) -> tuple[list[int], set[str], BadRows]:
         """Write the rows of a part of the corpus, some files, to one Arrow file per shard.
 
         Returns:
@@ -232,10 +219,10 @@ class Work:
             fault = f"node {platform.node()} does not see {unseen}"
             raise InputError.of("corpus", self.settings.corpus, fault, _SHARE)
         columns, metadata, shards = self.settings.columns, self.settings.metadata, self.settings.shards
-        typed, sizes, seen = schema(metadata), np.zeros(shards, np.int64), set[str]()
+        typed, sizes, seen = schema(metadata, cutter is not None), np.zeros(shards, np.int64), set[str]()
         bad = BadRows("corpus", self.settings.on_bad_row == "reject")
-        every = itertools.chain.from_iterable(rows(file, columns, metadata, seen, bad) for file in files)
-        with self.errors(), contextlib.ExitStack() as opened:
+        every = itertools.chain.from_iterable(rows(file, columns, metadata, seen, bad, cutter) for file in files)
+        with output_errors(self.settings.output), contextlib.ExitStack() as opened:
             directory = opened.enter_context(delivering(self.root / SPOOL / f"{part:05d}"))
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
@@ -268,90 +255,79 @@ class Work:
                 spool.download(name, directory / name)
             yield [directory / name for name in names]
 
-    def drop_spool(self) -> None:
-        """Delete the unsorted rows."""
-        clear(self.root / SPOOL)
-
     def _file(self, shard: int, name: str) -> Place:
         return self.root / shard_name(shard) / name
 
-    def reusable(self, shard: int) -> int | None:
-        """How many vectors the base has for a shard; None before its passages are sorted."""
-        count: int | None = read_json(self._file(shard, SORTED_FILE))
-        return count
+    def counts(self, shard: int) -> dict[str, int] | None:
+        """The `vectors` of a shard, and the passages for which the base has them (`reused`); None before it is sorted."""
+        counts: dict[str, int] | None = read_json(self._file(shard, SORTED_FILE))
+        return counts
 
     def sort(self, shard: int, parts: int, rows: int, base: Base | None) -> None:
         """Sort the passages of a shard by id, and write the vectors that `base` has. Only ids are held in memory.
 
-        The passages of a chunk are one record batch, so that an actor that encodes it reads only these bytes.
+        The passages of a block are one record batch, so that an actor that encodes it reads only these bytes.
 
         Args:
             parts: of the corpus.
-            rows: of a chunk.
+            rows: of a block.
 
         Raises:
             DuplicateId: two rows have one id.
             InputError: this node does not see the rows of a part, which another node partitioned.
         """
-        typed, reused = schema(self.settings.metadata), 0
-        with self.errors(), self._spooled(shard) as spooled:
+        typed, counts = schema(self.settings.metadata, bool(self.settings.chunk_tokens)), {"reused": 0, "vectors": 0}
+        with output_errors(self.settings.output), self._spooled(shard) as spooled:
             if len(spooled) < parts:
                 raise FileNotFoundError(errno.ENOENT, "rows are missing", str(self.root / SPOOL))
             with contextlib.ExitStack() as opened:
                 names = (PASSAGES_FILE, REUSED_FILE)
                 paths = [opened.enter_context(delivering(self._file(shard, name))) for name in names]
-                stream, vectors = (opened.enter_context(durable.replacing(path)) for path in paths)
+                stream, of_vectors = (opened.enter_context(durable.replacing(path)) for path in paths)
+                numbers = pa.schema([("vectors", pa.from_numpy_dtype(self.settings.vectors))])
                 writer = opened.enter_context(pa.ipc.new_file(stream, typed))
+                vectors = opened.enter_context(pa.ipc.new_file(of_vectors, numbers))
                 for table in _sorted(spooled, rows):
                     writer.write_table(table.combine_chunks())
+                    counts["vectors"] += VectorRows.of(table).size
                     if base is not None:
                         of_base = base.vectors(table, self.dimension)
-                        reused += int(np.isfinite(of_base[:, 0]).sum())
-                        vectors.write(of_base.astype(self.settings.vectors).tobytes())
-            write_json(self._file(shard, SORTED_FILE), reused)
+                        counts["reused"] += int(np.isfinite(of_base[VectorRows.of(table).firsts, 0]).sum())
+                        flat = of_base.astype(self.settings.vectors).ravel()
+                        vectors.write_batch(pa.record_batch([pa.array(flat)], numbers))
+            write_json(self._file(shard, SORTED_FILE), counts)
 
     @contextlib.contextmanager
-    def _batches(self, shard: int) -> Iterator[pa.RecordBatchFileReader]:
-        with open_binary(self._file(shard, PASSAGES_FILE)) as file, pa.ipc.open_file(file) as batches:
+    def _batches(self, shard: int, name: str = PASSAGES_FILE) -> Iterator[pa.RecordBatchFileReader]:
+        with open_binary(self._file(shard, name)) as file, pa.ipc.open_file(file) as batches:
             yield batches
 
-    def passages(self, chunk: Chunk) -> pa.Table:
-        """Read the passages of a chunk."""
-        with self._batches(chunk.shard) as batches:
-            return pa.Table.from_batches([batches.get_batch(chunk.number)])
+    def passages(self, block: Block) -> pa.Table:
+        """Read the passages of a block."""
+        with self._batches(block.shard) as batches:
+            return pa.Table.from_batches([batches.get_batch(block.number)])
 
-    def reused(self, chunk: Chunk) -> np.ndarray:
-        """The vectors of a chunk that are reused, (count, dimension); NaN for the passages to encode."""
-        numbers, precision = chunk.count * self.dimension, np.dtype(self.settings.vectors)
-        with open_binary(self._file(chunk.shard, REUSED_FILE)) as file:
-            if not file.size():  # there is no base
-                return np.full((chunk.count, self.dimension), np.nan, precision)
-            file.seek(precision.itemsize * self.dimension * chunk.start)
-            read = np.frombuffer(file.read(precision.itemsize * numbers), precision)
-        return read.reshape(chunk.count, self.dimension).copy()
+    def reused(self, block: Block, count: int) -> np.ndarray:
+        """The `count` vectors of a block that are reused, (count, dimension); NaN for the passages to encode."""
+        with self._batches(block.shard, REUSED_FILE) as batches:
+            if not batches.num_record_batches:  # there is no base
+                return np.full((count, self.dimension), np.nan, self.settings.vectors)
+            read = batches.get_batch(block.number).column(0).to_numpy(zero_copy_only=False)
+        return read.reshape(count, self.dimension).copy()
 
-    def write_encoded(self, chunk: Chunk, vectors: np.ndarray) -> None:
-        """Write the vectors of a chunk."""
-        with delivering(self.root / chunk.name) as file:
-            write_vectors(file, [vectors], len(vectors), self.dimension, self.settings.vectors)
-
-    def encoded(self) -> set[str]:
-        """Names of the chunks that have their vectors."""
-        return {name for name in listing(self.root) if name.endswith(".npy")}
-
-    def vectors(self, chunk: Chunk) -> np.ndarray:
-        """Read the vectors of a chunk, (count, dimension)."""
-        vectors: np.ndarray = np.load(io.BytesIO(read_binary(self.root / chunk.name)))
+    def vectors(self, block: Block) -> np.ndarray:
+        """Read the vectors of a block, (count, dimension)."""
+        vectors: np.ndarray = np.load(io.BytesIO(read_binary(self.root / block.name)))
         return vectors
 
-    def gather(self, shard: int, chunks: Sequence[Chunk], directory: Path) -> None:
-        """Write the passages and the vectors of a shard, from its chunks in order, into a directory of this machine."""
+    def gather(self, shard: int, blocks: Sequence[Block], directory: Path) -> None:
+        """Write the passages and the vectors of a shard, from its blocks in order, into a directory of this machine."""
         with self._batches(shard) as batches:
             numbers = range(batches.num_record_batches)
             tables = (pa.Table.from_batches([batches.get_batch(number)]) for number in numbers)
             count = write_passages(directory / PASSAGES_FILE, batches.schema, tables)
-        vectors = map(self.vectors, chunks)
-        write_vectors(directory / VECTORS_FILE, vectors, count, self.dimension, self.settings.vectors)
+        vectors, precision = map(self.vectors, blocks), self.settings.vectors
+        write_vectors(directory / VECTORS_FILE, vectors, count, self.dimension, precision)
 
     def delete(self) -> None:
         """Delete everything."""
@@ -378,16 +354,9 @@ def _sorted(spooled: Sequence[Path], rows_at_once: int) -> Iterator[pa.Table]:
 
 def work_root(step: Step, settings: IndexSettings) -> Place:
     """Return the place of the work of these passages and vectors, which an interrupted build leaves."""
-    decides = {
-        "inputs": step.contents,
-        "columns": settings.columns,
-        "metadata": settings.metadata,
-        "shards": settings.shards,
-        "dimensions": settings.dimensions,
-        "vectors": settings.vectors,
-        "on_bad_row": settings.on_bad_row,
-        "layout": [_LAYOUT, CHUNK_PASSAGES],
-    }
+    decides = settings.model_dump(include={"columns", "metadata", "shards", "dimensions", "vectors", "on_bad_row"})
+    chunks, layout = [settings.chunk_tokens, settings.chunk_overlap], [_LAYOUT, BLOCK_PASSAGES]
+    decides |= {"inputs": step.contents, "chunks": chunks, "layout": layout}
     name = f".{hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]}.encoded"
     return step.root.resolve() / name if step.remote is None else step.remote.parent / name
 
@@ -415,11 +384,11 @@ class Tasks:
         """Call a function with each of the arguments; yields the results as they come."""
         yield from itertools.starmap(function, calls)
 
-    def encode(self, chunks: Sequence[Chunk], work: Work) -> Iterator[tuple[int, int]]:
-        """Encode chunks; yields the number of passages of each, and how many of them are new."""
+    def encode(self, blocks: Sequence[Block], work: Work) -> Iterator[tuple[int, int]]:
+        """Encode blocks; yields the number of passages of each, and how many of them are new."""
         assert self._encoder is not None
-        for chunk in chunks:
-            yield chunk.count, encode_chunk(self._encoder, work, chunk)
+        for block in blocks:
+            yield block.count, encode_block(self._encoder, work, block)
 
 
 def prepare(settings: IndexSettings) -> tuple[Place, str, Step]:
@@ -449,9 +418,9 @@ def prepare_engine(settings: IndexSettings) -> tuple[Milvus, IndexSettings]:
     Raises:
         InputError: a setting is for FAISS only, or the engine cannot be used.
     """
-    for name in ("memory_gib", "lexical"):
+    for name in ("memory_gib", "lexical", "chunk_tokens"):
         if value := getattr(settings, name):
-            raise InputError.of(name, value, "an external engine has neither limits nor words of ours", "leave it out")
+            raise InputError.of(name, value, "is for FAISS shards, not for an external engine", "leave it out")
     engine = Milvus(MilvusAddress.parse(settings.output, "output"))
     place = str(scratch() / "stores" / engine.address.alias)
     return engine, settings.model_copy(update={"output": place, "vectors": "float32"})
@@ -463,6 +432,7 @@ def check_model(settings: IndexSettings, model: str) -> InstructionEncoder:
     from infembed_ray.modeling.encoder import InstructionEncoder
 
     encoder = InstructionEncoder.from_pretrained(model, dimensions=settings.dimensions, device="meta")
+    Cutter.of(encoder.texts, settings)
     if settings.factory is not None and not is_address(settings.output):  # an external engine checks its own types
         faiss_index.new(settings.factory, encoder.dimension)
     return encoder
@@ -491,24 +461,28 @@ def build_index(
         InputError: a row of the corpus is invalid, an embedding is not finite, no type fits the memory or reaches the recall
             floor, or the disk is full. Nothing is published then.
     """
+    cutter = Cutter.of(encoder.texts, settings)
     warn_of_changes(step)
     with output_errors(settings.output), work_directory(step, settings, encoder.dimension) as work:
-        sizes = partition_corpus(corpus, work, tasks)
+        sizes, bad = partition_corpus(corpus, work, tasks, cutter)
         build = choose_build(settings, sizes, encoder.dimension)
         sort_shards(corpus, sizes, work, tasks, _base(step, encoder, settings))
+        if cutter is not None:
+            vectors = [(work.counts(shard) or {})["vectors"] for shard in range(len(sizes))]
+            build = choose_build(settings, vectors, encoder.dimension)
         with step.publish() as staging:
             what = f"{counted(sum(sizes), 'passage')}, {counted(settings.shards, 'shard')}"
             say(f"index: {what} of {build.factory}, {model}")
             encoded = encode_passages(sizes, work, tasks)
-            chunks = chunks_of(sizes)
-            calls = [(work, n, [c for c in chunks if c.shard == n], build) for n in range(settings.shards)]
+            blocks = blocks_of(sizes)
+            calls = [(work, n, [c for c in blocks if c.shard == n], build) for n in range(settings.shards)]
             shards = write_shards(write_shard, calls, staging, settings.cpus_per_shard, tasks)
             facts = facts_of(step, encoder, model, settings, shards, sum(s.passages for s in shards))
             if facts.passages != sum(sizes):
                 raise RuntimeError(f"{facts.passages} of {sum(sizes)} passages reached a shard")
             staging.counts = {"passages": facts.passages, "encoded": encoded, "shards": len(shards)}
             staging.facts = {"index": facts.as_json()}
-            write_bad_rows(staging.path, work.bad_rows())
+            write_bad_rows(staging.path, bad)
         clear_attempts(step.remote or step.path, shards)
         work.delete()
 
@@ -527,9 +501,8 @@ def facts_of(
         model=model,
         template=encoder.text.template,
         dimension=encoder.dimension,
-        dimensions=settings.dimensions,
         passages=passages,
-        metadata=settings.metadata,
+        **settings.model_dump(include={"dimensions", "metadata", "chunk_tokens", "chunk_overlap"}),
         title=settings.columns.get("title", "title") or None,
         shards=shards,
         lineage=step.identity,
@@ -539,23 +512,23 @@ def facts_of(
 # ------------------------------------------------------------------------------------------------------ the corpus
 
 
-def partition_corpus(corpus: Place, work: Work, tasks: Tasks) -> list[int]:
-    """Partition the corpus, unless an interrupted run did; returns the passages of each shard.
+def partition_corpus(
+    corpus: Place, work: Work, tasks: Tasks, cutter: Cutter | None = None
+) -> tuple[list[int], BadRows]:
+    """Partition the corpus, unless an interrupted run did; returns the passages of each shard, and the rows left out.
 
-    A corpus of one part needs no cluster, so its faults are found before Ray starts.
-
-    Raises:
-        InputError: see `Work.partition`; or the corpus has no rows, or none with a metadata column.
+    A corpus of one part needs no cluster, so its faults are found before Ray starts: InputError as `Work.partition` and
+    `require_passages`.
     """
-    if (sizes := work.sizes()) is not None:
-        return sizes
+    if (done := read_json(work.root / SIZES_FILE)) is not None:
+        return done["sizes"], BadRows("corpus", True, rows=done["bad_rows"])
     work.delete()  # what an interrupted deletion left
     parts = parts_of(corpus)
     sizes, seen = [0] * work.settings.shards, set[str]()
     bad = BadRows("corpus", work.settings.on_bad_row == "reject")
     try:
         with track("corpus", len(parts)) as advance:
-            calls = [(work, number, files) for number, files in enumerate(parts)]
+            calls = [(work, number, files, cutter) for number, files in enumerate(parts)]
             for counts, columns, bad_of_part in (tasks if len(parts) > 1 else Tasks()).run(Work.partition, calls):
                 sizes = [total + count for total, count in zip(sizes, counts, strict=True)]
                 seen |= columns
@@ -566,18 +539,15 @@ def partition_corpus(corpus: Place, work: Work, tasks: Tasks) -> list[int]:
     except InputError:
         work.delete()
         raise
-    work.set_sizes(sizes, bad)
-    return sizes
+    left_out = json.loads(json.dumps(bad.rows, default=str))
+    write_json(work.root / SIZES_FILE, {"sizes": sizes, "bad_rows": left_out})
+    return sizes, bad
 
 
 def sort_shards(corpus: Place, sizes: Sequence[int], work: Work, tasks: Tasks, base: Base | None) -> None:
-    """Sort the passages of all shards by id, and find the vectors that the base has.
-
-    Raises:
-        DuplicateId: two rows have one id.
-    """
-    missing = [shard for shard in range(len(sizes)) if work.reusable(shard) is None]
-    parts, rows = len(parts_of(corpus)), chunk_rows(sizes)
+    """Sort the passages of all shards by id, and find the vectors that the base has; DuplicateId as `Work.sort`."""
+    missing = [shard for shard in range(len(sizes)) if work.counts(shard) is None]
+    parts, rows = len(parts_of(corpus)), block_rows(sizes)
     try:
         with track("sort", len(sizes), len(sizes) - len(missing)) as advance:
             for _ in tasks.run(Work.sort, [(work, shard, parts, rows, base) for shard in missing]):
@@ -585,14 +555,15 @@ def sort_shards(corpus: Place, sizes: Sequence[int], work: Work, tasks: Tasks, b
     except DuplicateId:
         work.delete()
         raise
-    work.drop_spool()
+    clear(work.root / SPOOL)
 
 
 def _base(step: Step, encoder: InstructionEncoder, settings: IndexSettings) -> Base | None:
-    """The latest version, if this encoder made it, in this precision or a better one."""
+    """The latest version, if this encoder made it, with the same chunks, in this precision or a better one."""
     if latest := latest_of(step):
         root, facts = latest
-        if facts.encoder == encoder.fingerprint() and facts.vectors in (settings.vectors, "float32"):
+        of_encoder = facts.encoder == encoder.fingerprint() and facts.vectors in (settings.vectors, "float32")
+        if of_encoder and (facts.chunk_tokens, facts.chunk_overlap) == (settings.chunk_tokens, settings.chunk_overlap):
             return Base(root, tuple(facts.shards))
     return None
 
@@ -601,10 +572,10 @@ def _base(step: Step, encoder: InstructionEncoder, settings: IndexSettings) -> B
 
 
 def encode_passages(sizes: Sequence[int], work: Work, tasks: Tasks) -> int:
-    """Encode the chunks that have no file yet; returns how many passages this build encodes, with interrupted runs."""
-    encoded = work.encoded()
-    missing = [chunk for chunk in chunks_of(sizes) if chunk.name not in encoded]
-    total, left = sum(sizes), sum(chunk.count for chunk in missing)
+    """Encode the blocks that have no file yet; returns how many passages this build encodes, with interrupted runs."""
+    encoded = listing(work.root)
+    missing = [block for block in blocks_of(sizes) if block.name not in encoded]
+    total, left = sum(sizes), sum(block.count for block in missing)
     figures = {"encoded": 0, "reused": 0}
     with track("encode", total, total - left) as advance:
         if left < total:
@@ -613,26 +584,34 @@ def encode_passages(sizes: Sequence[int], work: Work, tasks: Tasks) -> int:
             figures = {"encoded": figures["encoded"] + new, "reused": figures["reused"] + count - new}
             report(index_passages_total=figures)
             advance(count)
-    new = total - sum(work.reusable(shard) or 0 for shard in range(len(sizes)))
+    new = total - sum((work.counts(shard) or {}).get("reused", 0) for shard in range(len(sizes)))
     if new < total:
         say(f"index: {new} of {total} passages were encoded; the vectors of the others are those of the version before")
     return new
 
 
-def encode_chunk(encoder: InstructionEncoder, work: Work, chunk: Chunk) -> int:
-    """Encode the new passages of a chunk; returns their number. InputError if an embedding is not finite."""
-    vectors = work.reused(chunk)
-    new = np.flatnonzero(np.isnan(vectors[:, 0]))
+def encode_block(encoder: InstructionEncoder, work: Work, block: Block) -> int:
+    """Encode the new passages of a block; returns their number. InputError if an embedding is not finite."""
+    passages = work.passages(block)
+    rows = VectorRows.of(passages)
+    vectors = work.reused(block, rows.size)
+    new = np.flatnonzero(np.isnan(vectors[rows.firsts, 0]))
     if new.size:
-        passages = work.passages(chunk).take(new)
-        encoded = encoder.encode_passages(passages.column("text").to_pylist(), work.settings.batch_tokens)
+        passages = passages.take(new)
+        texts = passages.column("text").to_pylist()
+        if rows.starts is not None:
+            cut = zip(texts, passages.column(CHUNKS).to_pylist(), strict=True)
+            texts = [chunk.text for text, bounds in cut for chunk in as_chunks(text, bounds)]
+        encoded = encoder.encode_passages(texts, work.settings.batch_tokens)
         broken = np.flatnonzero(~np.isfinite(encoded).all(axis=1))
         if broken.size:
-            fault = f"its embedding of passage {passages.column('id')[int(broken[0])]} is not finite"
+            ids = VectorRows.of(passages).spread(passages.column("id").to_numpy())
+            fault = f"its embedding of passage {ids[broken[0]]} is not finite"
             remedy = "the weights are damaged or training diverged: give another checkpoint"
             raise InputError.of("model", encoder.source, fault, remedy)
-        vectors[new] = encoded
-    work.write_encoded(chunk, vectors)
+        vectors[rows.of_passages(new)] = encoded
+    with delivering(work.root / block.name) as file:
+        write_vectors(file, [vectors], rows.size, work.dimension, work.settings.vectors)
     return len(new)
 
 
@@ -665,12 +644,12 @@ def write_shards(
     return sorted(shards, key=lambda facts: facts.name)
 
 
-def write_shard(root: Place, work: Work, shard: int, chunks: Sequence[Chunk], build: Build) -> ShardFacts:
+def write_shard(root: Place, work: Work, shard: int, blocks: Sequence[Block], build: Build) -> ShardFacts:
     """Join the vectors of a shard and build it, unless an interrupted run did."""
 
     def write(directory: Path) -> ShardFacts:
-        work.gather(shard, chunks, directory)
+        work.gather(shard, blocks, directory)
         return build_shard(directory, build)
 
-    with work.errors():
+    with output_errors(work.settings.output):
         return write_once(root, shard_name(shard), write)

@@ -50,13 +50,9 @@ class Compaction:
 
     @classmethod
     def open(cls, index: str) -> Compaction:
-        """Plan the compaction of all changes until now.
+        """Plan the compaction of a version, or of the latest of an output, and all changes until now.
 
-        Args:
-            index: a version, or an output directory whose `latest` names one.
-
-        Raises:
-            InputError: there is no index, or a change is missing.
+        InputError if there is no index, or a change is missing.
         """
         base = find_input(index, "index")
         manifest = read_manifest(base, "index")
@@ -82,14 +78,7 @@ class Compaction:
         return Step("index", self.settings, address(self.base.parent), {}, names)
 
     def run(self, step: Step, tasks: Tasks, cpus: float = 1) -> None:
-        """Publish the next version; without new changes, it continues an interrupted run.
-
-        Args:
-            cpus: per task that builds a shard.
-
-        Raises:
-            InputError: a file of the base or a change is damaged; no type fits the memory; or recall is below the floor.
-        """
+        """Publish the next version, or continue an interrupted run, with `cpus` per shard; InputError as `compact`."""
         with output_errors(str(step.root)), step.publish() as staging:
             calls = [(self, number) for number in range(len(self.facts.shards))]
             shards = write_shards(_write_shard, calls, staging, cpus, tasks)
@@ -109,9 +98,10 @@ def _write_shard(root: Place, work: Compaction, number: int) -> ShardFacts:
         log = change_log(work.base, facts)
         live = LiveShard(Shard.open(work.base, old), log, number, facts.folded, work.until)
         passages = (passages for passages, _ in live.content())
-        write_passages(directory / PASSAGES_FILE, schema(facts.metadata), passages)
+        columns = schema(facts.metadata, bool(facts.chunk_tokens))
+        count = write_passages(directory / PASSAGES_FILE, columns, passages)
         vectors = (vectors for _, vectors in live.content())
-        write_vectors(directory / VECTORS_FILE, vectors, len(live), facts.dimension, facts.vectors)
+        write_vectors(directory / VECTORS_FILE, vectors, count, facts.dimension, facts.vectors)
         floor = settings.recall_floor
         return build_shard(
             directory, Build(settings.factory, settings.memory_gib, floor, settings.shards, settings.lexical)

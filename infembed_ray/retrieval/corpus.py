@@ -19,6 +19,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.records import tables
 from infembed_ray.records.files import BadRow, BadRows, data_files, mapped_rows, wrong
 from infembed_ray.records.tables import Passage
+from infembed_ray.retrieval.chunks import Cutter
 from infembed_ray.retrieval.passages import as_typed
 from infembed_ray.storage.places import Place, errors_at, listing, open_binary
 from infembed_ray.storage.steps import resolve_input
@@ -64,9 +65,14 @@ def parts_of(corpus: Place) -> list[list[Place]]:
 
 
 def rows(
-    file: Place, columns: Mapping[str, str], metadata: Mapping[str, FieldType], seen: set[str], bad: BadRows
+    file: Place,
+    columns: Mapping[str, str],
+    metadata: Mapping[str, FieldType],
+    seen: set[str],
+    bad: BadRows,
+    cutter: Cutter | None = None,
 ) -> Iterator[list[Any]]:
-    """Yield id, text and metadata of each row of a file.
+    """Yield id, text, metadata, and with a cutter the chunks, of each row of a file.
 
     Args:
         columns: column name of the index -> column name in the corpus.
@@ -91,15 +97,13 @@ def rows(
         except BadRow as fault:
             bad.add(file, number, fault, values)
             continue
+        if cutter is not None:
+            row.append(cutter.cut(row[1]))
         yield row
 
 
 def count_passages(settings: IndexSettings, corpus: Place) -> int:
-    """Count the passages of a corpus, and check its rows; of Parquet files, the first `SAMPLE` rows.
-
-    Raises:
-        InputError: a file cannot be read, a column is missing, or one of these rows is invalid.
-    """
+    """Count the passages of a corpus, and check its rows, of Parquet files the first `SAMPLE`; InputError as of a build."""
     columns, metadata, total = settings.columns, settings.metadata, 0
     seen, bad = set[str](), BadRows("corpus", settings.on_bad_row == "reject")
     for file in data_files(corpus, "corpus"):

@@ -1,6 +1,6 @@
 """`infembed index` and `infembed index compact` on Ray.
 
-Tasks read the corpus, sort and build shards; Ray Data actors encode chunks, each to a file of its own. For an output in an
+Tasks read the corpus, sort and build shards; Ray Data actors encode blocks, each to a file of its own. For an output in an
 object store, tasks and actors write there; nothing passes through the driver.
 """
 
@@ -19,7 +19,7 @@ from infembed_ray.progress import counted, say, track
 from infembed_ray.ray_cluster import connect, errors_of_tasks, require_resources
 from infembed_ray.records.files import write_bad_rows
 from infembed_ray.retrieval import build, compaction
-from infembed_ray.retrieval.build import Chunk, Work, chunks_of, work_directory
+from infembed_ray.retrieval.build import Block, Work, blocks_of, work_directory
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.milvus import Milvus, MilvusAddress, is_address
 from infembed_ray.retrieval.versions import finished
@@ -30,12 +30,7 @@ _MAX_BLOCKS = 4096
 
 
 def run(settings: IndexSettings) -> Published:
-    """Encode the corpus and publish its index. An index of the same corpus and model is not built again.
-
-    Raises:
-        InputError: corpus, model, index type or output cannot be used; an embedding is not finite; no type fits the
-            memory or reaches the recall floor; or the disk is full. Nothing is published then.
-    """
+    """Encode the corpus and publish its index, unless it is there; InputError as `build.prepare` and `build.build_index`."""
     if is_address(settings.output):
         return _run_in_engine(settings)
     corpus, model, step = build.prepare(settings)
@@ -84,11 +79,11 @@ class OnRay(build.Tasks):
             for left in pending:
                 ray.cancel(left)
 
-    def encode(self, chunks: Sequence[Chunk], work: Work) -> Iterator[tuple[int, int]]:
+    def encode(self, blocks: Sequence[Block], work: Work) -> Iterator[tuple[int, int]]:
         """As `Tasks.encode`, on an actor pool of Ray Data."""
-        items = [asdict(chunk) for chunk in chunks]
+        items = [asdict(block) for block in blocks]
         encoded = ray.data.from_items(items, override_num_blocks=min(len(items), _MAX_BLOCKS)).map(
-            EncodeChunk,
+            EncodeBlock,
             fn_constructor_args=(work, self._model),
             compute=ActorPoolStrategy(size=work.settings.actors),
             num_gpus=work.settings.gpus_per_actor,
@@ -106,8 +101,8 @@ def _task(function: Callable[..., Any], threads: int, *arguments: Any) -> Any:
     return function(*arguments)
 
 
-class EncodeChunk:
-    """A Ray Data actor that loads the model once and encodes chunks, each to its file."""
+class EncodeBlock:
+    """A Ray Data actor that loads the model once and encodes blocks, each to its file."""
 
     def __init__(self, work: Work, model: str) -> None:
         # Late: other tasks of this module need no torch.
@@ -121,16 +116,16 @@ class EncodeChunk:
         except InputError as error:  # Ray restarts an actor that raises, without end
             self._fault = str(error)
 
-    def __call__(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """Encode one chunk; returns its `passages`, how many are `new`, and the `fault` for which they cannot be encoded, or None."""
+    def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
+        """Encode one block; returns its `passages`, how many are `new`, and the `fault` for which they cannot be encoded, or None."""
         new = 0
         try:
             if self._fault is None:
-                with self._work.errors():
-                    new = build.encode_chunk(self._encoder, self._work, Chunk(**chunk))
+                with build.output_errors(self._work.settings.output):
+                    new = build.encode_block(self._encoder, self._work, Block(**block))
         except InputError as error:
             self._fault = str(error)
-        return {"passages": int(chunk["count"]), "new": new, "fault": self._fault}
+        return {"passages": int(block["count"]), "new": new, "fault": self._fault}
 
 
 # --------------------------------------------------------------------------------------------- an external engine
@@ -148,13 +143,13 @@ def _run_in_engine(settings: IndexSettings) -> Published:
     tasks = OnRay(local, model)
     with build.output_errors(local.output), work_directory(step, local, encoder.dimension) as work:
         engine.begin(step.identity, settings.metadata, encoder.dimension, settings.factory)  # first: it may refuse
-        sizes = build.partition_corpus(corpus, work, tasks)
+        sizes, bad = build.partition_corpus(corpus, work, tasks)
         build.sort_shards(corpus, sizes, work, tasks, None)
         say(f"index: {counted(sum(sizes), 'passage')} to {settings.output}, {model}")
         build.encode_passages(sizes, work, tasks)
-        parts: dict[int, list[Chunk]] = {}  # one task per shard, or one task if the engine takes one writer
-        for chunk in chunks_of(sizes):
-            parts.setdefault(0 if engine.one_writer else chunk.shard, []).append(chunk)
+        parts: dict[int, list[Block]] = {}  # one task per shard, or one task if the engine takes one writer
+        for block in blocks_of(sizes):
+            parts.setdefault(0 if engine.one_writer else block.shard, []).append(block)
         with track("insert", sum(sizes)) as advance:
             for count in tasks.run(_insert, [(engine.address, step.identity, part, work) for part in parts.values()]):
                 advance(count)
@@ -162,14 +157,14 @@ def _run_in_engine(settings: IndexSettings) -> Published:
         made = Staging(step.partial, counts={"passages": facts.passages}, facts={"index": facts.as_json()})
         manifest = step.manifest(made, time.monotonic() - started)
         engine.finish(step.identity, manifest)
-        write_bad_rows(step.root, work.bad_rows())
+        write_bad_rows(step.root, bad)
         work.delete()
     say(f"index: {engine.address} names this version; `infembed index use` names another")
     return Published(step.path, manifest, fresh=True, uri=settings.output)
 
 
-def _insert(address: MilvusAddress, identity: str, chunks: Sequence[Chunk], work: Work) -> int:
+def _insert(address: MilvusAddress, identity: str, blocks: Sequence[Block], work: Work) -> int:
     engine = Milvus(address)
-    for chunk in chunks:
-        engine.insert(identity, work.passages(chunk), work.vectors(chunk))
-    return sum(chunk.count for chunk in chunks)
+    for block in blocks:
+        engine.insert(identity, work.passages(block), work.vectors(block))
+    return sum(block.count for block in blocks)

@@ -48,8 +48,8 @@ MAX_ON_GPU = 2048
 """Most neighbours of one FAISS search on a GPU."""
 _SYNTHETIC = -2
 """Row of a query that is not one of the vectors."""
-_WIDEN = 4
-"""Factor by which a search is widened when too few vectors pass the filter."""
+WIDEN = 4
+"""Factor by which a search is widened when too few vectors pass the filter, or they belong to too few passages."""
 _TIE = 1e-6
 """Difference below which scores are equal; float32 sums depend on their order."""
 EF_SEARCH, NPROBE, RERANK = "efSearch", "nprobe", "rerank"
@@ -64,16 +64,13 @@ def choose(
     given: str | None = None,
     precision: Precision = "float16",
 ) -> str:
-    """Choose the best type that fits the memory.
+    """Choose the best type that fits the memory; InputError if none does.
 
     Args:
         vectors: of the largest shard.
         memory_gib: most memory of a shard while it is searched; None: no limit.
         shards: of the index, for the error message.
         given: the only type to consider; None: all.
-
-    Raises:
-        InputError: nothing fits.
     """
     limit = math.inf if memory_gib is None else memory_gib * GIB
     sizes = {kind: memory(kind, dimension, vectors) for kind in ([given] if given else candidates(vectors, precision))}
@@ -107,11 +104,7 @@ def centroids(vectors: int) -> int:
 
 
 def new(factory: str, dimension: int) -> Any:
-    """Create an empty inner-product index.
-
-    Raises:
-        InputError: FAISS knows no such type, or it is not supported.
-    """
+    """Create an empty inner-product index; InputError if FAISS knows no such type, or it is not supported."""
     try:
         index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
@@ -157,11 +150,7 @@ def is_lossy(index: Any, precision: str) -> bool:
 
 
 def memory(factory: str, dimension: int, vectors: int) -> int:
-    """Bytes of an index on disk, and in memory once all of it was read.
-
-    Raises:
-        InputError: see `new`.
-    """
+    """Bytes of an index on disk, and in memory once all of it was read; InputError as `new`."""
     return index_bytes(new(factory, dimension), vectors)
 
 
@@ -178,14 +167,7 @@ def index_bytes(index: Any, vectors: int) -> int:
 
 
 def build(factory: str, vectors: np.ndarray) -> Any:
-    """Train an index on a sample and add all vectors in blocks.
-
-    Args:
-        vectors: (n, d) unit vectors, possibly memory-mapped.
-
-    Raises:
-        InputError: the type needs more vectors.
-    """
+    """Train an index on a sample of (n, d) vectors, possibly memory-mapped, and add all; InputError if the type needs more."""
     n, d = vectors.shape
     index = new(factory, d)
     if not index.is_trained:
@@ -194,18 +176,12 @@ def build(factory: str, vectors: np.ndarray) -> Any:
             fault = f"training takes {least} vectors and a shard has {n}"
             remedy = "give a type with fewer lists, fewer shards, or leave factory out"
             raise InputError.of("factory", factory, fault, remedy)
-        index.train(sample(vectors, TRAINING_POINTS * max(least, 256)))
+        count = min(n, TRAINING_POINTS * max(least, 256))
+        rows = np.sort(np.random.default_rng(0).choice(n, count, replace=False))  # the same ones every time
+        index.train(np.ascontiguousarray(vectors[rows], dtype=np.float32))
     for block in blocks(vectors):
         index.add(block)
     return index
-
-
-def sample(vectors: np.ndarray, count: int, seed: int = 0) -> np.ndarray:
-    """Draw at most `count` vectors without replacement; the same ones every time, in row order."""
-    if len(vectors) <= count:
-        return np.ascontiguousarray(vectors, dtype=np.float32)
-    rows = np.sort(np.random.default_rng(seed).choice(len(vectors), count, replace=False))
-    return np.ascontiguousarray(vectors[rows], dtype=np.float32)
 
 
 def blocks(vectors: np.ndarray) -> Iterator[np.ndarray]:
@@ -308,13 +284,11 @@ class Searcher:
         if np.count_nonzero(descents) == descents.size:  # in order, and no tie; half the time of all()
             return scores[:, :k], rows[:, :k]
         scores, rows = _ordered(scores, rows)
-        at_end = (scores[:, k - 1] == scores[:, -1]) & (rows[:, -1] >= 0)
-        best, tied = (scores[:, :k].copy(), rows[:, :k].copy()), np.flatnonzero(at_end)
-        while tied.size and count < len(self):
-            count = min(_WIDEN * count, len(self))
+        best, tied = (scores[:, :k].copy(), rows[:, :k].copy()), np.arange(len(vectors))
+        while (tied := tied[(scores[:, k - 1] == scores[:, -1]) & (rows[:, -1] >= 0)]).size and count < len(self):
+            count = min(WIDEN * count, len(self))
             scores, rows = _ordered(*self._nearest(vectors[tied], count, asked))
             best[0][tied], best[1][tied] = scores[:, :k], rows[:, :k]
-            tied = tied[(scores[:, k - 1] == scores[:, -1]) & (rows[:, -1] >= 0)]
         return best
 
     def vectors(self, rows: np.ndarray | slice) -> np.ndarray:
@@ -382,7 +356,7 @@ class Searcher:
             done = left[enough]
             scores[done], rows[done] = self._best(vectors[done], near[enough], candidates[enough], k)
             left = left[~enough]
-            count *= _WIDEN
+            count *= WIDEN
         if left.size and kept:
             scores[left], rows[left] = self._exact(vectors[left], k, keep)
         return scores, rows
@@ -420,14 +394,11 @@ def _stored(index: Any) -> np.ndarray:
     if not holds_originals(index, "float16"):
         raise ValueError("this index does not store its vectors; pass them as originals")
     flat = storage(index)
-    half = not isinstance(flat, faiss.IndexFlat)
+    precision = "<f4" if isinstance(flat, faiss.IndexFlat) else "<f2"
     if flat.ntotal == 0:
-        return np.empty((0, flat.d), np.float16 if half else np.float32)
-    if half:
-        codes = faiss.rev_swig_ptr(flat.codes.data(), flat.ntotal * flat.code_size)
-        return codes.view("<f2").reshape(flat.ntotal, flat.d)
-    view = faiss.rev_swig_ptr(flat.get_xb(), flat.ntotal * flat.d)
-    return view.reshape(flat.ntotal, flat.d)
+        return np.empty((0, flat.d), precision)
+    codes = faiss.rev_swig_ptr(flat.codes.data(), flat.ntotal * flat.code_size)
+    return codes.view(precision).reshape(flat.ntotal, flat.d)
 
 
 def _ordered(scores: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -497,16 +468,12 @@ class Neighbours:
         passages = np.ascontiguousarray(vectors[rows], dtype=np.float32)
         self.queries = np.concatenate([passages, _synthetic_queries(passages)])
         self.rows = np.concatenate([rows, np.full_like(rows, _SYNTHETIC)])
-        k = min(NEAR + 1, len(vectors))
-        scores = np.empty((len(self.rows), 0), dtype=np.float32)
-        nearest = np.empty((len(self.rows), 0), dtype=np.int64)
-        start = 0
-        for block in blocks(vectors):
-            best, places = faiss.knn(self.queries, block, min(k, len(block)), faiss.METRIC_INNER_PRODUCT)
-            both = np.concatenate([scores, best], axis=1), np.concatenate([nearest, places + start], axis=1)
-            scores, nearest = (part[:, :k] for part in _ordered(*both))
-            start += len(block)
-        self._scores = _without(self.rows, scores, nearest)
+        best = faiss.ResultHeap(len(self.rows), min(NEAR + 1, len(vectors)), keep_max=True)
+        for number, block in enumerate(blocks(vectors)):
+            scores, places = faiss.knn(self.queries, block, min(best.k, len(block)), faiss.METRIC_INNER_PRODUCT)
+            best.add_result(scores, places + number * BLOCK)
+        best.finalize()
+        self._scores = _without(self.rows, best.D, best.I)
 
     def recall(self, searcher: Searcher) -> float:
         """Recall@10 of a searcher: the lower of passages and synthetic queries. Hits tied with the tenth count."""

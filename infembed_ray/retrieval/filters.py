@@ -151,11 +151,7 @@ def _joined(parts: Iterable[Filter], any: bool) -> Filter:
 
 
 def typed(value: Any, kind: FieldType) -> Value:
-    """Convert a JSON value to the type of a metadata column.
-
-    Raises:
-        ValueError: the value has another type; the message says what the type takes.
-    """
+    """Convert a JSON value to the type of a metadata column; ValueError that says what the type takes."""
     converted = _converted(value, kind)
     if converted is None:
         raise ValueError(f"must be {_WANTED[kind]}")

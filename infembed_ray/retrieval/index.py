@@ -69,6 +69,8 @@ class Index:
         batch_tokens: int | None = None,
         vectors: Precision = "float16",
         lexical: bool = False,
+        chunk_tokens: int | None = None,
+        chunk_overlap: int = 0,
     ) -> Index:
         """Build an index in this process, on the encoder's device and without Ray, and open it.
 
@@ -81,7 +83,8 @@ class Index:
             encoder: as `InstructionEncoder.from_pretrained` loaded it. Save an encoder that you changed, and load it again.
             path: directory or object-store URI for the published index; None: a temporary directory, which is deleted
                 with the `Index`.
-            columns, metadata, on_bad_row, shards, factory, memory_gib, recall_floor, batch_tokens, vectors, lexical: see `IndexSettings`.
+            columns, metadata, on_bad_row, shards, factory, memory_gib, recall_floor, batch_tokens, vectors, lexical,
+                chunk_tokens, chunk_overlap: see `IndexSettings`.
 
         Raises:
             InputError: the corpus, the settings or the directory cannot be used, or recall is below the floor. Nothing is
@@ -97,6 +100,7 @@ class Index:
         given |= {"shards": shards, "factory": factory, "memory_gib": memory_gib}
         given |= {"recall_floor": recall_floor, "batch_tokens": batch_tokens, "dimensions": encoder.dimensions}
         given |= {"vectors": vectors, "lexical": lexical}
+        given |= {"chunk_tokens": chunk_tokens, "chunk_overlap": chunk_overlap}
         with corpus_file(corpus) as file, contextlib.ExitStack() as scratch:
             root = path or scratch.enter_context(tempfile.TemporaryDirectory(prefix="infembed-index-"))
             given |= {"corpus": str(file), "model": model, "output": str(root)}

@@ -32,7 +32,7 @@ from infembed_ray.retrieval.shards import Hit
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeError, Put, require_fitting, typed_metadata
 from infembed_ray.retrieval.versions import IndexFacts, IndexVersion
 
-SCHEMES = ("milvus+http", "milvus+https")
+SCHEMES = ("milvus+http://", "milvus+https://")
 TOKEN_ENV = "INFEMBED_STORE_TOKEN"
 """Environment variable with the token."""
 MANIFEST = "infembed.manifest"
@@ -61,8 +61,7 @@ class StoreFault(InputError):
 
 def is_address(value: str) -> bool:
     """Whether the value of a setting is an address of an external engine."""
-    scheme, separator, _ = value.partition("://")
-    return bool(separator) and scheme in SCHEMES
+    return value.startswith(SCHEMES)
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class MilvusAddress:
 
     def fault(self, fault: str, remedy: str) -> StoreFault:
         """Return the error for a fault of the engine at this address."""
-        return StoreFault(*StoreFault.of(self.setting, self, fault, remedy).args)
+        return StoreFault.of(self.setting, self, fault, remedy)
 
 
 class Milvus:
@@ -207,7 +206,11 @@ class Milvus:
 
 
 class MilvusStore:
-    """One version in Milvus, open for searches and changes. Any threads can search while one changes."""
+    """One version in Milvus, open for searches and changes. Any threads can search while one changes.
+
+    Raises:
+        StoreFault: the server does not answer, in any method.
+    """
 
     def __init__(self, engine: Milvus, name: str, facts: IndexFacts) -> None:
         self.facts = facts
@@ -240,11 +243,10 @@ class MilvusStore:
 
         Raises:
             FilterError: the filter does not fit the metadata.
-            StoreFault: the server does not answer.
         """
         parsed = filters.parse(filter, self.facts.metadata)
         effort = {"HNSW": {"ef": max(EF, k)}, "IVF": {"nprobe": NPROBE}}.get(self._type.split("_")[0], {})
-        sequence = _now_ms() - (0 if fresh else self._stale_ms)
+        sequence = time.time_ns() // 1_000_000 - (0 if fresh else self._stale_ms)
         answers = self._call(
             "search",
             data=np.ascontiguousarray(vectors, np.float32),
@@ -263,11 +265,7 @@ class MilvusStore:
         return self._hit(id, 0.0, rows[0]) if rows else None
 
     def scores(self, query: ScoreQuery) -> np.ndarray:
-        """Score passages: (n, m) float32 inner products with the stored vectors; NaN for ids without a passage.
-
-        Raises:
-            StoreFault: the server does not answer.
-        """
+        """Score passages: (n, m) float32 inner products with the stored vectors; NaN for ids without a passage."""
         rows = self._call("query", filter=_any_of(query.ids), output_fields=[_ID, _VECTOR], consistency_level="Bounded")
         by_id = {row[_ID]: row[_VECTOR] for row in rows}
         nothing = np.full(self.facts.dimension, np.nan, np.float32)
@@ -281,8 +279,7 @@ class MilvusStore:
             The sequence from which searches see them: Unix time in milliseconds.
 
         Raises:
-            ChangeError: a change does not fit the index; none is made.
-            StoreFault: the server does not answer; some of the changes may be made.
+            ChangeError: a change does not fit the index; none is made. After a StoreFault, some may be made.
         """
         rows, deleted = [], []
         for change in changes:
@@ -297,7 +294,7 @@ class MilvusStore:
             self._call("upsert", data=rows[start : start + BATCH_ROWS])
         if deleted:  # the client's own `ids=` does not escape quotes
             self._call("delete", filter=_any_of(deleted))
-        return _now_ms()
+        return time.time_ns() // 1_000_000
 
     def ready(self) -> bool:
         """Return whether searches would be answered; load the collection if a restart of the server has released it."""
@@ -382,10 +379,6 @@ def _schema(client: Any, metadata: Mapping[str, FieldType], dimension: int) -> A
         length = {"max_length": MAX_BYTES} if kind == "string" else {}
         schema.add_field(PREFIX + column, types[kind], nullable=True, **length)
     return schema
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 def _connect(address: MilvusAddress, timeout_s: float) -> tuple[Any, bool]:

@@ -6,7 +6,8 @@ A passage is found by bisection over the ids. All rows are one record batch, so 
 import bisect
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
 from pathlib import Path
@@ -33,19 +34,61 @@ COLUMN_TYPES: Mapping[FieldType, pa.DataType] = {
 }
 
 
-def schema(metadata: Mapping[str, FieldType]) -> pa.Schema:
+CHUNKS = "_chunks"
+"""Last column of passages that are cut into chunks: their `Bounds`."""
+
+
+def schema(metadata: Mapping[str, FieldType], chunked: bool = False) -> pa.Schema:
     """Arrow schema of passages with these metadata columns, which alone can be null."""
     columns = [("id", TEXT), ("text", TEXT), *((name, COLUMN_TYPES[kind]) for name, kind in metadata.items())]
-    return pa.schema(columns)
+    return pa.schema([*columns, *[(CHUNKS, pa.list_(pa.uint32()))] * chunked])
+
+
+@dataclass(frozen=True)
+class VectorRows:
+    """Which vectors belong to which of n passages.
+
+    Attributes:
+        size: number of vectors.
+        starts: (n + 1,) the first vector of each passage, one for each of its chunks; None: vector i is that of passage i.
+    """
+
+    size: int
+    starts: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, passages: pa.Table) -> "VectorRows":
+        """The vectors of some passages."""
+        if CHUNKS not in passages.schema.names:
+            return cls(len(passages))
+        bounds = pc.list_value_length(passages.column(CHUNKS)).to_numpy()
+        starts = np.concatenate([[0], np.cumsum(bounds, dtype=np.int64) // 2])
+        return cls(int(starts[-1]), starts)
+
+    @property
+    def firsts(self) -> np.ndarray | slice:
+        """The first vector of each passage."""
+        return slice(None) if self.starts is None else self.starts[:-1]
+
+    def of_passages(self, passages: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The vectors of some passages, in their order."""
+        if self.starts is None:
+            return np.asarray(passages)
+        return np.concatenate([np.empty(0, np.int64), *(np.arange(*self.starts[row : row + 2]) for row in passages)])
+
+    def spread(self, values: np.ndarray) -> np.ndarray:
+        """The values of all passages, for each of their vectors."""
+        return values if self.starts is None else np.repeat(values, np.diff(self.starts))
+
+    def largest(self, scores: np.ndarray) -> np.ndarray:
+        """The largest score of each passage, (queries, n), of (queries, size) scores."""
+        return scores if self.starts is None or not self.size else np.maximum.reduceat(scores, self.starts[:-1], axis=1)
 
 
 def as_typed(value: Any, kind: FieldType) -> Value | None:
     """Convert a corpus value to its column type without loss. Strings are parsed; NaN and an empty string are null.
 
-    pandas writes whole numbers as 2020.0 and dates as timestamps: these are read as what they were.
-
-    Raises:
-        ValueError: the value has another type; the message says what the type takes.
+    pandas writes whole numbers as 2020.0 and dates as timestamps: these are read as what they were. ValueError as `typed`.
     """
     if value is None or value != value or (value == "" and kind != "string"):
         return None
@@ -151,7 +194,7 @@ def write_passages(file: Path, schema: pa.Schema, tables: Iterable[pa.Table]) ->
         tables: passages by id ascending, some at a time.
 
     Returns:
-        Number of passages.
+        Number of their vectors.
 
     Raises:
         ValueError: ids do not ascend, or one is duplicate.
@@ -165,4 +208,4 @@ def write_passages(file: Path, schema: pa.Schema, tables: Iterable[pa.Table]) ->
         raise ValueError(f"ids must be unique and ascend: {str(ids[wrong + 1])!r} comes after {str(ids[wrong])!r}")
     with durable.replacing(file) as stream, pa.ipc.new_file(stream, schema) as writer:
         writer.write_table(table)
-    return len(table)
+    return VectorRows.of(table).size

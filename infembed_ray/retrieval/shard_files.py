@@ -59,7 +59,8 @@ class FileChecksums:
     def measure(cls, path: Path) -> FileChecksums:
         """Read a file and compute its checksums."""
         with pa.OSFile(str(path)) as file:
-            return cls(file.size(), "".join(_map_blocks(file.size(), lambda start: _digest(_read(file, start)))))
+            digests = _map_blocks(file.size(), lambda start: _digest(file.read_at(BLOCK, start)))
+            return cls(file.size(), "".join(digests))
 
     def require_size(self, file: pa.NativeFile, place: str) -> None:
         """Raise InputError unless the open file has this size; the message names `place`."""
@@ -77,7 +78,7 @@ class FileChecksums:
         """
 
         def verify_block(start: int) -> None:
-            block = _read(file, start)
+            block = file.read_at(BLOCK, start)
             if _digest(block) != self.blocks[start // BLOCK * _DIGITS :][:_DIGITS]:
                 fault = f"the checksum of the block at byte {start} differs from the manifest"
                 raise InputError(f"{place} is corrupted ({fault}); {REMEDY}")
@@ -158,22 +159,14 @@ def local_directory(root: Place, facts: ShardFacts) -> Path:
 
 
 def verify(root: Place, facts: ShardFacts) -> None:
-    """Read all files of a shard and compare their checksums with the manifest, in bounded memory.
-
-    Raises:
-        InputError: a file is missing or corrupted.
-    """
+    """Compare the checksums of a shard's files with the manifest, in bounded memory; InputError if one is missing or differs."""
     for name, checksums in facts.checksums.items():
         with _opened(root, facts, name) as (file, place):
             checksums.verify(file, place)
 
 
 def verify_local(root: Place, facts: ShardFacts) -> None:
-    """Verify the files of a shard that this machine reads: those of `local_directory`. A damaged copy is made again.
-
-    Raises:
-        InputError: a file is missing or corrupted.
-    """
+    """As `verify`, of the files that this machine reads: those of `local_directory`. A damaged copy is made again."""
     directory = local_directory(root, facts)
     try:
         verify(directory.parent, replace(facts, name=directory.name))
@@ -245,11 +238,6 @@ def _map_blocks(size: int, function: Callable[[int], T]) -> list[T]:
     """Call a function with the first byte of each block of a file; return the results in the order of the blocks."""
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(function, range(0, size, BLOCK)))
-
-
-def _read(file: pa.NativeFile, start: int) -> bytes:
-    block: bytes = file.read_at(BLOCK, start)
-    return block
 
 
 def _write(file: int, block: bytes, start: int) -> None:

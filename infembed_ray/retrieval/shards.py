@@ -21,10 +21,11 @@ from infembed_ray.config.retrieval import Precision
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval import faiss_index
 from infembed_ray.retrieval import lexical as lexicals
+from infembed_ray.retrieval.chunks import Chunk
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.faiss_index import Searcher, calibrate
 from infembed_ray.retrieval.lexical import Lexical
-from infembed_ray.retrieval.passages import open_passages, row_of
+from infembed_ray.retrieval.passages import CHUNKS, VectorRows, open_passages
 from infembed_ray.retrieval.shard_files import (
     INDEX_FILE,
     PASSAGES_FILE,
@@ -52,12 +53,14 @@ class Hit(NamedTuple):
         id, text: of the passage.
         score: inner product of unit vectors, in [-1, 1].
         metadata: value of each metadata column; dates and times in ISO 8601; None for a missing value.
+        chunk: the chunk with this score; None if passages are not cut into chunks.
     """
 
     id: str
     score: float
     text: str
     metadata: Mapping[str, str | int | float | bool | list[str] | None] = _NO_METADATA
+    chunk: Chunk | None = None
 
 
 def shard_name(shard: int) -> str:
@@ -99,7 +102,8 @@ class Shard:
     """An open shard.
 
     Attributes:
-        passages: memory-mapped table of n rows (id, text, metadata), by id ascending; row i belongs to vector i.
+        passages: memory-mapped table of n rows (id, text, metadata), by id ascending.
+        rows: the vectors of each passage.
         precision: of the vectors; `Flat` stores those of float16 in float32.
         lexical: BM25 over the same rows; None if it was not built.
     """
@@ -111,10 +115,11 @@ class Shard:
         self.precision = precision
         self.lexical = lexical
         self.passages = passages
+        self.rows = VectorRows.of(passages)
         (self._batch,) = passages.combine_chunks().to_batches() or [pa.RecordBatch.from_pylist([], passages.schema)]
 
     def __len__(self) -> int:
-        return len(self._searcher)
+        return len(self.passages)
 
     @classmethod
     def open(cls, root: Place, facts: ShardFacts, gpu: bool = False) -> Shard:
@@ -128,11 +133,11 @@ class Shard:
         """
         directory = local_directory(root, facts)
         try:
+            passages = open_passages(directory / PASSAGES_FILE)
             if facts.factory.startswith("HNSW"):
-                _read_links(directory / INDEX_FILE, facts.passages)
+                _read_links(directory / INDEX_FILE, VectorRows.of(passages).size)
             index = faiss.read_index(str(directory / INDEX_FILE), faiss.IO_FLAG_MMAP_IFC)
             originals = np.load(directory / VECTORS_FILE, mmap_mode="r") if VECTORS_FILE in facts.checksums else None
-            passages = open_passages(directory / PASSAGES_FILE)
             lexical = Lexical.open(directory) if facts.lexical else None
         except (OSError, RuntimeError, ValueError):
             verify(directory.parent, replace(facts, name=directory.name))  # names the damaged file
@@ -140,7 +145,7 @@ class Shard:
         return cls(Searcher(index, originals, facts.search, gpu), passages, facts.vectors, lexical)
 
     def search_rows(self, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Find the rows of each query with the largest inner products, by (score, id), descending.
+        """Find the passages of each query with the largest inner products, those of the best chunks, by (score, id), descending.
 
         Args:
             vectors: (queries, d) float32.
@@ -149,7 +154,19 @@ class Shard:
         Returns:
             (queries, k) float32 scores and int64 rows, padded with row -1.
         """
-        return self._searcher.search(vectors, k, keep)
+        if self.rows.starts is None:
+            return self._searcher.search(vectors, k, keep)
+        wanted = min(k, len(self) if keep is None else int(np.count_nonzero(keep)))
+        of_chunks, count = None if keep is None else self.rows.spread(keep), min(k, self.rows.size)
+        scores, rows = np.full((len(vectors), k), -np.inf, np.float32), np.full((len(vectors), k), -1)
+        while count < faiss_index.WIDEN * self.rows.size and not (rows[:, :wanted] >= 0).all():
+            count *= faiss_index.WIDEN
+            found, chunks = self._searcher.search(vectors, min(count, self.rows.size), of_chunks)
+            for query, filled in enumerate(chunks >= 0):
+                passages = np.searchsorted(self.rows.starts, chunks[query][filled], "right") - 1
+                best = np.sort(np.unique(passages, return_index=True)[1])[:k]
+                scores[query, : len(best)], rows[query, : len(best)] = found[query][best], passages[best]
+        return scores, rows
 
     def search(self, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> list[list[Hit]]:
         """As `search_rows`, with the passages of the rows: the hits of each query."""
@@ -175,10 +192,6 @@ class Shard:
         """The encoded vectors of some rows, (rows, d) float32."""
         return self._searcher.vectors(rows)
 
-    def row_of(self, id: str) -> int | None:
-        """The row of a passage; None if it is not in this shard."""
-        return row_of(self.passages, id)
-
 
 def _read_links(file: Path, passages: int) -> None:
     """Bring the links of a graph, which its file begins with, into the page cache. FAISS checks all of them when it opens the
@@ -190,7 +203,9 @@ def _read_links(file: Path, passages: int) -> None:
 
 def hits_of(passages: pa.Table | pa.RecordBatch, scores: np.ndarray, rows: pa.Array | None = None) -> list[Hit]:
     """Passages, or some rows of them, as hits with the given scores."""
-    ids, texts, *columns = (column if rows is None else _TAKE.call([column, rows]) for column in passages.columns)
+    names = [name for name in passages.schema.names if name != CHUNKS]  # the last one
+    given = passages.columns[: len(names)]
+    ids, texts, *columns = (column if rows is None else _TAKE.call([column, rows]) for column in given)
     metadata: Iterable[Mapping[str, Any]] = repeat(_NO_METADATA)
     if columns:
         as_json = (c.cast(pa.string()) if pa.types.is_date(c.type) else c for c in columns)
@@ -199,8 +214,7 @@ def hits_of(passages: pa.Table | pa.RecordBatch, scores: np.ndarray, rows: pa.Ar
             for c in as_json
         ]
         values = zip(*listed, strict=True)
-        names = passages.schema.names[2:]
-        metadata = (dict(zip(names, of_row, strict=True)) for of_row in values)
+        metadata = (dict(zip(names[2:], of_row, strict=True)) for of_row in values)
     ids, texts = (column.to_numpy(zero_copy_only=False) for column in (ids, texts))
     return list(map(Hit, ids, scores.tolist(), texts, metadata))
 
@@ -243,12 +257,12 @@ def build_shard(directory: Path, build: Build) -> ShardFacts:
     passages = len(table)
     vectors = np.load(directory / VECTORS_FILE, mmap_mode="r")
     precision: Precision = "float16" if vectors.dtype == np.float16 else "float32"
-    if len(vectors) != passages:
+    if len(vectors) != VectorRows.of(table).size:
         raise ValueError(f"{directory.name}: {passages} passages, {len(vectors)} vectors: must have the same length")
     factory = "Flat"
     if passages:
         factory = faiss_index.choose(
-            passages, vectors.shape[1], build.memory_gib, build.shards, build.factory, precision
+            len(vectors), vectors.shape[1], build.memory_gib, build.shards, build.factory, precision
         )
     index = faiss_index.build(factory, vectors)
     searcher = Searcher(index, vectors)

@@ -51,6 +51,7 @@ class IndexFacts:
         dimension: of the vectors.
         dimensions: to load the encoder with (`InstructionEncoder.from_pretrained(dimensions=...)`).
         metadata: columns of the passages besides id and text.
+        chunk_tokens, chunk_overlap: as of `IndexSettings`.
         title: column of the corpus that comes before the text, where a row has it; None: titles are left out.
         lineage: identity of the first version; versions of a lineage share their write-ahead log.
         folded: sequence of the last change that the shards include.
@@ -63,6 +64,8 @@ class IndexFacts:
     dimensions: int | None = None
     passages: int
     metadata: Mapping[str, FieldType] = field(default_factory=dict)
+    chunk_tokens: int | None = None
+    chunk_overlap: int = 0
     title: str | None = None
     shards: Sequence[ShardFacts]
     lineage: str
@@ -96,17 +99,13 @@ class IndexFacts:
         return {**asdict(self), **totals}
 
     @classmethod
-    def read(cls, root: Place, name: str = "index") -> IndexFacts:
-        """Read the facts of a published index.
-
-        Raises:
-            InputError: it is no index, its format is not supported, or its manifest is damaged.
-        """
-        return cls.of_manifest(read_manifest(root, name), root, name)
+    def read(cls, root: Place) -> IndexFacts:
+        """Read the facts of a published index; InputError as `of_manifest`."""
+        return cls.of_manifest(read_manifest(root, "index"), root)
 
     @classmethod
     def of_manifest(cls, manifest: Mapping[str, Any], root: object, name: str = "index") -> IndexFacts:
-        """As `read`, of a manifest that was read already."""
+        """The facts in a manifest; InputError if it is of no index or another format, or damaged."""
         if "index" not in manifest:
             stage = manifest.get("stage", "another program")
             raise InputError.of(name, root, f"the output of `{stage}`", "give one of `infembed index`")
@@ -150,15 +149,12 @@ class IndexVersion:
 
 def change_log(root: Place, facts: IndexFacts) -> ChangeLog:
     """The write-ahead log of a published index."""
-    return ChangeLog(root.parent / CHANGES / facts.lineage, facts.metadata, facts.dimension, len(facts.shards))
+    directory, chunked = root.parent / CHANGES / facts.lineage, bool(facts.chunk_tokens)
+    return ChangeLog(directory, facts.metadata, facts.dimension, len(facts.shards), chunked)
 
 
 def versions(output: str | Place) -> list[IndexVersion]:
-    """All usable versions in an output, a directory or an object-store URI, the oldest first.
-
-    Raises:
-        InputError: there is no such directory.
-    """
+    """All usable versions in an output, the oldest first; InputError if there is no such directory."""
     root = open_place(output, "index") if isinstance(output, str) else output
     if isinstance(root, Path) and not root.is_dir():
         raise InputError.of("index", output, "no such directory", "give the output of `infembed index`")
@@ -182,11 +178,7 @@ def _places(root: Place) -> list[Place]:
 
 
 def use(output: str | Path, version: str) -> None:
-    """Verify a version and point `latest` at it.
-
-    Args:
-        output: output of `infembed index`: a directory or an object-store URI.
-        version: its id, or an unambiguous prefix of it.
+    """Verify a version of an output, given by its id or an unambiguous prefix, and point `latest` at it.
 
     Raises:
         InputError: there is no such version, or one of its files or changes is missing or corrupted; `latest` is kept.
@@ -198,11 +190,7 @@ def use(output: str | Path, version: str) -> None:
 
 
 def chosen(version: str, ids: Sequence[str], root: object) -> str:
-    """The one of the `ids` in `root` that is `version`, or begins with it.
-
-    Raises:
-        InputError: there is none, or there are several.
-    """
+    """The one of the `ids` in `root` that is `version`, or begins with it; InputError if there is none or several."""
     meant = [version] if version in ids else [id for id in ids if id.startswith(version)] if version else []
     if len(meant) != 1:
         fault = f"{'several versions begin with it' if meant else 'no such version'} in {root}"
@@ -211,16 +199,9 @@ def chosen(version: str, ids: Sequence[str], root: object) -> str:
 
 
 def verify(index: str | Path) -> int:
-    """Verify all files of a version and all changes since, in bounded memory.
+    """Verify all files of a version, or of the latest of an output, and all changes since, in bounded memory.
 
-    Args:
-        index: a version, or an output directory whose `latest` names one.
-
-    Returns:
-        Size of the files in bytes.
-
-    Raises:
-        InputError: it is no index, or a file or a change is missing or corrupted.
+    Returns the size of the files in bytes. InputError if it is no index, or a file or a change is missing or corrupted.
     """
     root = find_input(str(index), "index")
     facts = IndexFacts.read(root)

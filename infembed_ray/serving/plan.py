@@ -229,6 +229,8 @@ def _collection(settings: ServeSettings, place: str, others: Mapping[str, Collec
         index_version=arguments.version,
         passages=facts.passages,
         metadata=dict(facts.metadata),
+        chunk_tokens=facts.chunk_tokens,
+        chunk_overlap=facts.chunk_overlap,
         writable=settings.writable,
         lexical=facts.lexical,
     )

@@ -124,7 +124,7 @@ class EncoderReplica(Reporting):
     async def embed_many(self, items: Sequence[EncoderInputs], timeout_s: float) -> list[Embedded | Exception]:
         """Embed the texts of several requests; return the vectors or the exception of each."""
         self._metrics.start()
-        calls = (self._engine.embed(item.texts, item.instructions, timeout_s) for item in items)
+        calls = (self._engine.embed(item.texts, item.instructions, timeout_s, item.chunks) for item in items)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         sent = (Embedded, QueueFull, DeadlineExceeded)  # the API reports these errors as they are
         return [answer if isinstance(answer, sent) else _readable_error(answer) for answer in answers]

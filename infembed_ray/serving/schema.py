@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from infembed_ray.config.retrieval import FieldType
+from infembed_ray.retrieval.chunks import Chunk
 from infembed_ray.serving.explaining import (
     MAX_EXPLAINED_CHARACTERS,
     MAX_EXPLAINED_HITS,
@@ -193,6 +194,7 @@ class SearchHit(BaseModel):
     )
     text: str
     metadata: dict[str, Metadata] = Field({}, description="field -> value; dates as in ISO 8601")
+    chunk: Chunk | None = Field(None, description="the passage's best chunk, which has this score; null: not cut")
     rerank_score: float | None = Field(None, description="relevance by the reranker; null: not re-ranked")
 
 
@@ -350,6 +352,8 @@ class Model(BaseModel):
     index_version: str
     passages: int = Field(description="number of passages in that version, without later changes")
     metadata: dict[str, FieldType] = Field({}, description="metadata field that searches can filter by -> type")
+    chunk_tokens: int | None = Field(None, description="maximum tokens of a chunk; null: passages are not cut")
+    chunk_overlap: int = Field(0, description="tokens that neighbouring chunks share")
     writable: bool = Field(False, description="whether documents can be put and deleted")
     lexical: bool = Field(False, description="whether the index has words, for searches with `hybrid`")
     reranker: str | None = Field(None, description="model that re-ranks the first hits; null: none")

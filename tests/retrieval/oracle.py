@@ -1,6 +1,7 @@
 """What a live index must answer: a dictionary of documents and float64 arithmetic."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class Oracle:
             for id, document in self.states[sequence].items()
             if since is None or ((year := document.metadata.get("year")) is not None and year >= since)
         }
-        exact = {id: float(np.float64(document.vector) @ np.float64(query)) for id, document in state.items()}
+        exact = {id: score(document, query) for id, document in state.items()}
         assert len(hits) == min(k, len(state))
         assert len({hit.id for hit in hits}) == len(hits)
         for hit in hits:
@@ -49,8 +50,18 @@ class Oracle:
             assert hit.text == document.text
             assert hit.metadata == {name: document.metadata.get(name) for name in METADATA}
             np.testing.assert_allclose(hit.score, exact[hit.id], atol=1e-6)
+            assert (hit.chunk is None) == (document.chunks is None)
+            if hit.chunk and document.chunks:
+                assert hit.chunk.text == document.text[hit.chunk.start : hit.chunk.end]
+                number = document.chunks[::2].index(hit.chunk.start)
+                np.testing.assert_allclose(hit.score, np.float64(document.vector[number]) @ query, atol=1e-6)
         np.testing.assert_allclose([h.score for h in hits], sorted(exact.values(), reverse=True)[:k], atol=1e-6)
         assert [(h.score, h.id) for h in hits] == sorted(((h.score, h.id) for h in hits), reverse=True)
+
+
+def score(document: Put, query: np.ndarray) -> float:
+    """The inner product of a query with a document, or with its best chunk."""
+    return float((np.float64(document.vector) @ np.float64(query)).max())
 
 
 def write_shards(
@@ -60,6 +71,7 @@ def write_shards(
     factory: str | None = None,
     precision: str = "float32",
     lexical: bool = False,
+    chunked: bool = False,
 ) -> list[ShardFacts]:
     """The documents as the shards of an index."""
     facts = []
@@ -70,10 +82,11 @@ def write_shards(
                 root / f"shard-{number:05d}",
                 [document.id for document in mine],
                 [document.text for document in mine],
-                np.array([document.vector for document in mine], precision).reshape(-1, DIMENSION),
+                np.vstack([np.empty((0, DIMENSION)), *(document.vector for document in mine)]).astype(precision),
                 {name: [_typed(name, document.metadata) for document in mine] for name in METADATA},
                 METADATA,
                 Build(factory, lexical=lexical),
+                [document.chunks or [] for document in mine] if chunked else None,
             )
         )
     return facts
@@ -84,9 +97,11 @@ def _typed(name: str, metadata: Mapping[str, Any]) -> Any:
     return np.datetime64(value).astype(object) if METADATA[name] == "date" and value is not None else value
 
 
-def open_live(root: Path, facts: Sequence[ShardFacts], directory: Path, folded: int = 0) -> list[LiveShard]:
+def open_live(
+    root: Path, facts: Sequence[ShardFacts], directory: Path, folded: int = 0, chunked: bool = False
+) -> list[LiveShard]:
     """All shards, live over the log in a directory."""
-    log = ChangeLog(directory, METADATA, DIMENSION, len(facts))
+    log = ChangeLog(directory, METADATA, DIMENSION, len(facts), chunked)
     return [LiveShard(Shard.open(root, fact), log, number, folded) for number, fact in enumerate(facts)]
 
 
@@ -95,3 +110,11 @@ def document(id: str, seed: int, year: int | None = None, text: str | None = Non
     vector = np.random.default_rng(seed).standard_normal(DIMENSION).astype(np.float32)
     day = None if seed % 3 else f"2024-02-{seed % 29 + 1:02d}"
     return Put(id, text or f"{id} of {seed}", vector / np.linalg.norm(vector), {"year": year, "day": day})
+
+
+def cut_document(id: str, seed: int, year: int | None = None) -> Put:
+    """A document with up to four chunks, which overlap; some have the same vector."""
+    whole, count = document(id, seed, year), seed % 4 + 1
+    vectors = np.stack([document("", seed + number // (1 + seed % 2)).vector for number in range(count)])
+    bounds = [place for start in range(count) for place in (start, len(whole.text) - count + 1 + start)]
+    return replace(whole, vector=vectors, chunks=bounds)

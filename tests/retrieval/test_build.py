@@ -12,17 +12,16 @@ from obstore.exceptions import GenericError
 
 from infembed_ray.config.retrieval import IndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.records.files import BadRows
 from infembed_ray.retrieval import build as module
 from infembed_ray.retrieval import corpus as corpora
 from infembed_ray.retrieval.build import (
     Base,
-    Chunk,
+    Block,
     DuplicateId,
     Tasks,
     Work,
-    chunk_rows,
-    chunks_of,
+    block_rows,
+    blocks_of,
     output_errors,
     partition_corpus,
     prepare_engine,
@@ -32,7 +31,7 @@ from infembed_ray.retrieval.build import (
 from infembed_ray.retrieval.passages import schema
 from infembed_ray.retrieval.shards import Build, shard_of
 from infembed_ray.storage.object_store import SCRATCH, Folder
-from infembed_ray.storage.places import Place, listing, open_binary
+from infembed_ray.storage.places import Place, clear, listing, open_binary, read_json, write_json
 from infembed_ray.storage.steps import Step
 from tests.retrieval.vectors import unit_vectors
 from tests.support.files import write_jsonl
@@ -83,7 +82,7 @@ def test_rows_that_another_node_keeps_are_missed(tmp_path: Path) -> None:
     work.partition(0, [tmp_path / "0.jsonl"])  # the other part's rows lie on another node
     with pytest.raises(InputError, match=r"output=out: node .* does not see .*spool"):
         work.sort(0, 2, 10, None)
-    assert work.reusable(0) is None
+    assert work.counts(0) is None
     with pytest.raises(InputError, match=r"corpus=c: node .* does not see"):
         work.partition(1, [tmp_path / "1.jsonl"])
 
@@ -99,10 +98,10 @@ def test_a_corpus_in_an_object_store_is_partitioned_in_parts(
     corpus.write(".hidden.jsonl", "not data")
     monkeypatch.setattr(corpora, "PART_BYTES", 1)
     work = work_in(tmp_path / "work", 2)
-    sizes = partition_corpus(corpus, work, Tasks())
-    assert work.sizes() == sizes
+    sizes, _ = partition_corpus(corpus, work, Tasks())
+    assert read_json(work.root / module.SIZES_FILE)["sizes"] == sizes
     sort_shards(corpus, sizes, work, Tasks(), None)
-    passages = [row for chunk in chunks_of(sizes) for row in work.passages(chunk).to_pylist()]
+    passages = [row for block in blocks_of(sizes) for row in work.passages(block).to_pylist()]
     assert sorted(passages, key=lambda row: row["year"]) == rows
 
 
@@ -117,10 +116,10 @@ def test_a_bad_row_is_named_by_its_uri_and_a_duplicate_id_is_refused_also_betwee
         partition_corpus(corpus, work, Tasks())
     for name in ("a.jsonl", "b.jsonl"):
         corpus.write(name, '{"id": "a", "text": "x"}\n')
-    sizes = partition_corpus(corpus, work, Tasks())
+    sizes, _ = partition_corpus(corpus, work, Tasks())
     with pytest.raises(DuplicateId, match="several rows have the id a"):
         sort_shards(corpus, sizes, work, Tasks(), None)
-    assert work.sizes() is None
+    assert read_json(work.root / module.SIZES_FILE) is None
 
 
 @pytest.mark.parametrize("given", [{"lexical": True}, {"memory_gib": 1}])
@@ -136,7 +135,7 @@ def test_rows_in_any_order_are_sorted_by_id_in_their_shard(
     tmp_path: Path, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_ROWS_AT_ONCE", at_once)
-    monkeypatch.setattr(module, "CHUNK_PASSAGES", 37)
+    monkeypatch.setattr(module, "BLOCK_PASSAGES", 37)
     rows = [{"id": f"p{i}", "text": f"text {i} x" + "x" * (i % 300), "year": i} for i in range(300)]
     random.Random(0).shuffle(rows)
     files = [write_jsonl(tmp_path / f"{n}.jsonl", rows[n::3]) for n in range(3)]
@@ -147,9 +146,9 @@ def test_rows_in_any_order_are_sorted_by_id_in_their_shard(
         sizes += counts
     for shard in range(4):
         work.sort(shard, 2, 37, None)
-        own_chunks = [chunk for chunk in chunks_of(sizes.tolist()) if chunk.shard == shard]
+        own_blocks = [block for block in blocks_of(sizes.tolist()) if block.shard == shard]
         expected = sorted((r for r in rows if shard_of(r["id"], 4) == shard), key=lambda r: r["id"])
-        assert [row for chunk in own_chunks for row in work.passages(chunk).to_pylist()] == expected
+        assert [row for block in own_blocks for row in work.passages(block).to_pylist()] == expected
 
 
 def fill(work: Work, corpus: Path, rows: int, base: Base | None = None) -> list[int]:
@@ -159,18 +158,18 @@ def fill(work: Work, corpus: Path, rows: int, base: Base | None = None) -> list[
     sizes = np.zeros(work.settings.shards, int)
     for part in range(2):
         sizes += work.partition(part, [write_jsonl(corpus / f"{part}.jsonl", made[part::2])])[0]
-    work.set_sizes(sizes.tolist(), BadRows("corpus"))
+    write_json(work.root / module.SIZES_FILE, {"sizes": sizes.tolist()})
     for shard in range(len(sizes)):
-        work.sort(shard, 2, module.CHUNK_PASSAGES, base)
-    work.drop_spool()
+        work.sort(shard, 2, module.BLOCK_PASSAGES, base)
+    clear(work.root / module.SPOOL)
     return sizes.tolist()
 
 
-def test_chunks_cover_the_shards_and_grow_with_the_corpus() -> None:
-    chunks = chunks_of([1300, 0, 2])
-    assert chunks == [Chunk(0, 0, 0, 512), Chunk(0, 1, 512, 512), Chunk(0, 2, 1024, 276), Chunk(2, 0, 0, 2)]
-    assert len({chunk.name for chunk in chunks}) == 4
-    assert [chunk_rows([total]) for total in (0, 10**6, 16_384 * 10_000)] == [512, 512, 8192]
+def test_blocks_cover_the_shards_and_grow_with_the_corpus() -> None:
+    blocks = blocks_of([1300, 0, 2])
+    assert blocks == [Block(0, 0, 0, 512), Block(0, 1, 512, 512), Block(0, 2, 1024, 276), Block(2, 0, 0, 2)]
+    assert len({block.name for block in blocks}) == 4
+    assert [block_rows([total]) for total in (0, 10**6, 16_384 * 10_000)] == [512, 512, 8192]
 
 
 def test_a_deletion_that_is_interrupted_lets_the_next_build_begin_again(
@@ -191,18 +190,18 @@ def test_a_deletion_that_is_interrupted_lets_the_next_build_begin_again(
         patch.setattr(Folder, "delete", interrupted)
         with pytest.raises(KeyboardInterrupt):
             work.delete()
-    assert work.sizes() is None
+    assert read_json(work.root / module.SIZES_FILE) is None
     assert fill(work, tmp_path / "corpus", 25) == sizes
     work.delete()
     work.delete()  # as after a corpus without passages
     assert listing(work.root) == {}
 
 
-def test_an_actor_reads_only_the_bytes_of_its_chunk_from_a_store(
+def test_an_actor_reads_only_the_bytes_of_its_block_from_a_store(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK_PASSAGES", 100)
-    work = work_in(Folder.open(f"{bucket}/chunk", "output"), metadata={})
+    monkeypatch.setattr(module, "BLOCK_PASSAGES", 100)
+    work = work_in(Folder.open(f"{bucket}/block", "output"), metadata={})
     rows = [{"id": f"{i:05d}", "text": "x" * 1000} for i in range(2000)]
     work.partition(0, [write_jsonl(tmp_path / "rows.jsonl", rows)])
     work.sort(0, 1, 100, None)
@@ -220,7 +219,7 @@ def test_an_actor_reads_only_the_bytes_of_its_chunk_from_a_store(
             return content
 
     monkeypatch.setattr(module, "open_binary", lambda place: pa.PythonFile(Counted(open_binary(place)), "r"))
-    passages = work.passages(Chunk(0, 7, 700, 100))
+    passages = work.passages(Block(0, 7, 700, 100))
     assert passages.column("id").to_pylist() == [f"{i:05d}" for i in range(700, 800)]
     assert 100_000 < sum(read) < 200_000
 

@@ -99,14 +99,14 @@ def files_of(root: Path) -> dict[str, bytes]:
 def test_an_interrupted_or_failed_build_resumes_to_the_same_bytes(
     tmp_path: Path, made: Published, settings: IndexSettings, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "CHUNK_PASSAGES", 4)
+    monkeypatch.setattr(build, "BLOCK_PASSAGES", 4)
     output = tmp_path / "index"
     settings = settings.model_copy(update={"output": str(output)})
     sent: list[str] = []
     from_items = distributed.ray.data.from_items
 
     def spied(items: list[dict[str, Any]], **options: Any) -> Any:
-        sent.extend(build.Chunk(**item).name for item in items)
+        sent.extend(build.Block(**item).name for item in items)
         return from_items(items, **options)
 
     monkeypatch.setattr(distributed.ray.data, "from_items", spied)
@@ -154,7 +154,7 @@ def test_an_interrupted_or_failed_build_resumes_to_the_same_bytes(
         if calls:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(distributed.ray.data, "from_items", None)  # no chunk is encoded again
+    monkeypatch.setattr(distributed.ray.data, "from_items", None)  # no block is encoded again
     with monkeypatch.context() as patch:
         patch.setattr(distributed.OnRay, "run", up_to_the_first)
         interrupted()

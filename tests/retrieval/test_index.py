@@ -257,18 +257,18 @@ def test_rows_have_metadata_and_the_same_rows_are_not_indexed_again(
     assert again.search(encoder.encode_queries("ice"))[0][0].id == "p1"
 
 
-def interrupted_after_two_chunks(monkeypatch: pytest.MonkeyPatch, chunks: int = 2) -> list[int]:
-    """Interrupt builds before the third chunk; returns the first rows of the encoded ones. Clear it to go on."""
+def interrupted_after_two_blocks(monkeypatch: pytest.MonkeyPatch, blocks: int = 2) -> list[int]:
+    """Interrupt builds before the third block; returns the first rows of the encoded ones. Clear it to go on."""
     encoded: list[int] = []
-    encode_chunk = build.encode_chunk
+    encode_block = build.encode_block
 
     def up_to_two(*arguments: Any) -> int:
-        if len(encoded) == chunks:
+        if len(encoded) == blocks:
             raise KeyboardInterrupt
         encoded.append(arguments[2].start)
-        return encode_chunk(*arguments)
+        return encode_block(*arguments)
 
-    monkeypatch.setattr(build, "encode_chunk", up_to_two)
+    monkeypatch.setattr(build, "encode_block", up_to_two)
     return encoded
 
 
@@ -285,11 +285,11 @@ def test_an_index_in_an_object_store_has_the_same_bytes_and_resumes(
     encoder: Any, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
-    monkeypatch.setattr(build, "CHUNK_PASSAGES", 2)
+    monkeypatch.setattr(build, "BLOCK_PASSAGES", 2)
     rows = [{"id": f"p{n}", "text": text, "day": date(2024, 1, n + 1)} for n, text in enumerate(PASSAGES)]
     local = Index.build(rows, encoder, tmp_path / "local", metadata={"day": "date"}, shards=2, factory="IVF1,SQ8")
     given: dict[str, Any] = {"metadata": {"day": "date"}, "shards": 2, "factory": "IVF1,SQ8"}
-    encoded = interrupted_after_two_chunks(monkeypatch)
+    encoded = interrupted_after_two_blocks(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         Index.build(rows, encoder, f"{bucket}/built", **given)
     folder = Folder.open(f"{bucket}/built", "output")
@@ -322,7 +322,7 @@ def test_a_build_encodes_what_is_new_and_answers_as_a_full_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(SCRATCH, str(tmp_path / "scratch"))
-    monkeypatch.setattr(build, "CHUNK_PASSAGES", 2)
+    monkeypatch.setattr(build, "BLOCK_PASSAGES", 2)
     output = f"{bucket}/nightly" if store else str(tmp_path / "nightly")
     before = {f"p{n}": text for n, text in enumerate([*PASSAGES, *(f"{text} Again." for text in PASSAGES)])}
     after = before | {"p1": "Glaciers melt.", "p3": "Rye bread.", "p9": "New.", "q": PASSAGES[2]}
@@ -331,11 +331,11 @@ def test_a_build_encodes_what_is_new_and_answers_as_a_full_one(
     assert read_manifest(first.path, "index")["counts"] == {"passages": 10, "encoded": 10, "shards": 2}
     given = [Passage(*row) for row in after.items()]
     with monkeypatch.context() as patch:
-        encoded = interrupted_after_two_chunks(patch)
+        encoded = interrupted_after_two_blocks(patch)
         with pytest.raises(KeyboardInterrupt):
             Index.build(given, encoder, output, shards=2)
     with monkeypatch.context() as patch:
-        encoded = interrupted_after_two_chunks(patch, 9)
+        encoded = interrupted_after_two_blocks(patch, 9)
         second = Index.build(given, encoder, output, shards=2)
         assert 0 < len(encoded) <= 4
     assert "index: 4 of 10 passages were encoded" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from infembed_ray.config.retrieval import FieldType
 from infembed_ray.errors import InputError
 from infembed_ray.retrieval import faiss_index, shards
 from infembed_ray.retrieval.faiss_index import EXACT_BELOW
-from infembed_ray.retrieval.passages import schema, write_passages
+from infembed_ray.retrieval.passages import row_of, schema, write_passages
 from infembed_ray.retrieval.shard_files import ShardFacts
 from infembed_ray.retrieval.shards import Build, Shard, build_shard, shard_of, shards_of, write_vectors
 from infembed_ray.storage import durable
@@ -51,7 +51,7 @@ def test_a_shard_may_be_empty(tmp_path: Path, factory: str | None) -> None:
     assert shard.search(unit_vectors(2, 8), 5) == [[], []]
     assert shard.search(unit_vectors(2, 8), 5, np.empty(0, bool)) == [[], []]
     assert shard.vectors(slice(None)).shape == (0, 8)
-    assert shard.row_of("a") is None
+    assert row_of(shard.passages, "a") is None
 
 
 KINDS = ["Flat", "HNSW8", "IVF4,Flat", "IVF4,SQ8", "IVF4,RaBitQ", "HNSW8_SQ8", "HNSW8_SQfp16", "IVF4,SQfp16"]
@@ -79,7 +79,7 @@ def test_every_index_type_is_written_opened_and_searched(tmp_path: Path, kind: s
     keep = np.arange(300) % 3 != 0
     ids = shard.passages.column("id").to_pylist()
     assert ids == sorted(f"p{i}" for i in range(300))
-    assert [shard.row_of(id) for id in (*ids[:3], "p", "q")] == [0, 1, 2, None, None]
+    assert [row_of(shard.passages, id) for id in (*ids[:3], "p", "q")] == [0, 1, 2, None, None]
     stored = shard.vectors(slice(None))
     np.testing.assert_array_equal(stored, vectors[[int(id[1:]) for id in ids]])  # as they were rounded
     exact = queries.astype(np.float64) @ stored.T.astype(np.float64)

@@ -22,6 +22,7 @@ import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 
+from infembed_ray.client import Client
 from infembed_ray.config.serving import RerankSettings, ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
@@ -32,6 +33,7 @@ from infembed_ray.serving import deployments, distributed, startup
 from infembed_ray.serving.distributed import run, serving
 from infembed_ray.serving.plan import Plan
 from infembed_ray.serving.release import APPLICATION, RERANKER
+from infembed_ray.serving.service import Document
 from infembed_ray.serving.supervisor import switch_to
 from tests.serving.commands import command_line, environment, is_free, serve_command
 from tests.serving.http_client import ask, found, under_load, values
@@ -309,6 +311,61 @@ def test_searches_are_reranked_and_go_on_without_a_lost_reranker(
     wait_until(lambda: search()["ids"] == by_scores, 120)  # Serve starts another one
     wait_until(lambda: max(values(api, "infembed_rerank_searches_total"), default=0) >= 2, 30)
     wait_until(lambda: max(values(api, "infembed_reranker_texts_total"), default=0) >= 1, 30)
+
+
+@pytest.mark.ray
+def test_long_passages_are_found_by_their_best_chunk_and_changed_whole(
+    api: str, newer: ServeSettings, root: Path, minilm: str
+) -> None:
+    encoder, texts = InstructionEncoder.from_pretrained(minilm), list(PASSAGES.values())
+    rows = [{"id": f"l{n}", "text": " ".join(texts[n : n + n % 5 + 2]), "year": 2000 + n} for n in range(8)]
+    options: dict[str, Any] = {"metadata": {"year": "integer"}, "lexical": True, "chunk_tokens": 32, "chunk_overlap": 4}
+    index = Index.build(rows, encoder, root / "long", shards=2, **options)
+    run(newer.model_copy(update={"collections": {**newer.collections, "long": str(index.path)}}))
+    with Client(api) as client:
+        on = {"collection": "long", "rerank": False}
+        wait_until(lambda: "long" in {one.name for one in client.collections()}, 60)
+        query = encoder.encode_queries(QUERY, INSTRUCTIONS[0])
+
+        def check(**asked: Any) -> None:
+            (expected,) = index.search(query, 5, asked.get("filter"))
+            hits = client.search(QUERY, INSTRUCTIONS[0], top_k=5, **asked, **on).hits
+            assert [(hit.id, hit.text, hit.chunk) for hit in hits] == [(h.id, h.text, h.chunk) for h in expected]
+            np.testing.assert_allclose([hit.score for hit in hits], [hit.score for hit in expected], atol=1e-5)
+
+        check()
+        check(filter={"year": {"gte": 2004}})
+        assert {hit.id for hit in client.search(QUERY, top_k=10, **on).hits} == {row["id"] for row in rows}
+        put = Document("l1", " ".join([*texts[8:], texts[1]]), {"year": 2020})
+        sequence = client.put([put, Document("short", "Diabetes.", {})], collection="long")
+        answer = client.search(texts[1], top_k=3, min_sequence=sequence, **on)
+        explained = client.search(QUERY, INSTRUCTIONS[0], top_k=5, explain=True, **on)
+        first = answer.hits[0]
+        assert (first.id, first.text) == ("l1", put.text)
+        assert first.chunk is not None
+        assert first.chunk.text == put.text[first.chunk.start : first.chunk.end]
+        assert first.chunk.start > 0
+        assert answer.sequence == sequence
+        assert client.document("l1", collection="long") == put
+        check()
+        assert explained.explanation is not None
+        np.testing.assert_allclose(
+            [one.score for one in explained.explanation.passages[:5]], [hit.score for hit in explained.hits], atol=1e-5
+        )
+        words = client.search("nineteenth century physicians", top_k=10, hybrid=0.5, **on).hits
+        assert len({hit.id for hit in words}) == len(words) == len(rows) + 1
+        assert "century" in words[0].chunk.text
+        reranked = client.search(QUERY, INSTRUCTIONS[0], top_k=5, collection="long", rerank=True)
+        assert not reranked.notes
+        scores = LateInteraction(encoder).score(
+            [(Question(QUERY, INSTRUCTIONS[0]), hit.chunk.text) for hit in reranked.hits]
+        )
+        np.testing.assert_allclose([hit.rerank_score for hit in reranked.hits], scores, atol=1e-4)
+        sequence = client.delete(["l1", "l2"], collection="long")
+        left = client.search(QUERY, top_k=10, min_sequence=sequence, **on).hits
+        assert {hit.id for hit in left} == {row["id"] for row in rows} - {"l1", "l2"} | {"short"}
+        assert client.document("l2", collection="long") is None
+        assert next(one for one in client.collections() if one.name == "long").model.chunk_tokens == 32
 
 
 @pytest.mark.ray

@@ -40,8 +40,10 @@ class Engine:
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    async def embed(self, texts: list[str], instructions: list[str | None] | None, timeout_s: float) -> Embedded:
-        self.calls.append((texts, instructions))
+    async def embed(
+        self, texts: list[str], instructions: list[str | None] | None, timeout_s: float, chunks: tuple[int, int] | None
+    ) -> Embedded:
+        self.calls.append((texts, instructions, chunks))
         return Embedded(np.array([[len(text)] for text in texts], np.float32), sum(map(len, texts)))
 
 
@@ -54,7 +56,7 @@ def encoder_replica(engine: Any) -> Any:
 
 async def test_requests_of_one_call_are_embedded_separately() -> None:
     engine = Engine()
-    items = [EncoderInputs(["a", "bb"], [None, "I"]), EncoderInputs(["ccc", "d"], None)]
+    items = [EncoderInputs(["a", "bb"], [None, "I"]), EncoderInputs(["ccc", "d"], None, (64, 8))]
     answers = await encoder_replica(engine).embed_many(items, 1.0)
     assert engine.calls == items  # otherwise they would share one place in its queue
     assert [answer.vectors.ravel().tolist() for answer in answers] == [[1, 2], [3, 1]]

@@ -8,7 +8,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -18,10 +18,11 @@ import pyarrow.compute as pc
 
 from infembed_ray.retrieval import filters
 from infembed_ray.retrieval.answers import Behind, ScoreQuery, ShardAnswer, ShardQuery, nearest
+from infembed_ray.retrieval.chunks import as_chunks
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.filters import Filter
 from infembed_ray.retrieval.lexical import DeltaTerms, terms_of
-from infembed_ray.retrieval.passages import TEXT, take
+from infembed_ray.retrieval.passages import CHUNKS, TEXT, VectorRows, row_of, take
 from infembed_ray.retrieval.shards import Hit, Shard, hits_of
 from infembed_ray.retrieval.updates.write_ahead_log import OP, VECTOR, ChangeLog, LogFault
 
@@ -48,7 +49,7 @@ class LiveState:
         sequence: of the last change in it.
         keep: (base rows,) bool, False for tombstones; None: all rows are live.
         passages: m rows of the delta, with the columns of the base.
-        store: (at least m, d) float32 vectors of the delta; rows beyond m belong to later snapshots.
+        store: (at least vector_rows.size, d) float32 vectors of the delta; those beyond belong to later snapshots.
         live: (m,) bool, False for rows that were deleted or replaced.
         rows: id of each document that differs from the base -> its live row in the delta, or `DELETED`.
         terms: of the delta's texts; rows beyond m belong to later snapshots; None without a lexical index.
@@ -62,10 +63,10 @@ class LiveState:
     rows: Mapping[str, int]
     terms: DeltaTerms | None
 
-    @property
-    def vectors(self) -> np.ndarray:
-        """(m, d) float32 vectors of the delta."""
-        return self.store[: len(self.live)]
+    @cached_property
+    def vector_rows(self) -> VectorRows:
+        """The vectors of each row of the delta."""
+        return VectorRows.of(self.passages)
 
 
 def delta_place(row: Any) -> Any:
@@ -98,7 +99,7 @@ def without_dead_rows(snapshot: LiveState) -> LiveState:
         snapshot,
         passages=passages,
         terms=terms,
-        store=snapshot.vectors[live],
+        store=snapshot.store[: snapshot.vector_rows.size][snapshot.vector_rows.spread(live)],
         live=np.ones(count, bool),
         rows={id: row if row == DELETED else int(place[row]) for id, row in snapshot.rows.items()},
     )
@@ -221,19 +222,21 @@ class LiveShard:
         return hit
 
     def scores(self, query: ScoreQuery) -> np.ndarray:
-        """Score passages: (n, m) float32 inner products with the stored vectors; NaN for ids without a passage."""
+        """Score passages by their best chunks: (n, m) float32 inner products; NaN for ids without a passage."""
         snapshot = self._snapshot
-        stored = np.full((len(query.ids), self._log.dimension), np.nan, np.float32)
+        scores = np.full((len(query.vectors), len(query.ids)), np.nan, np.float32)
         places = [self._place(snapshot, id) for id in query.ids]
         here = [number for number, place in enumerate(places) if place is not None]
-        stored[here] = self._vectors(snapshot, np.array([places[number] for number in here], np.int64))
-        return query.vectors @ stored.T
+        passages = np.array([places[number] for number in here], np.int64)
+        for row, vector in zip(scores, query.vectors, strict=True):
+            row[here], _ = self._exact(snapshot, vector, passages)
+        return scores
 
     def content(self, rows_at_once: int = 1 << 14) -> Iterator[tuple[pa.Table, np.ndarray]]:
         """All passages of the current snapshot, by id ascending.
 
         Yields:
-            Up to `rows_at_once` passages, and their (n, d) float32 vectors.
+            Up to `rows_at_once` passages, and the (n, d) float32 vectors of their chunks.
         """
         snapshot, base = self._snapshot, self.base
         of_base = np.arange(len(base)) if snapshot.keep is None else np.flatnonzero(snapshot.keep)
@@ -243,7 +246,7 @@ class LiveShard:
         places = np.concatenate([of_base, delta_place(of_delta)])[order]
         for start in range(0, len(places), rows_at_once):
             some = places[start : start + rows_at_once]
-            yield self._passages(snapshot, some), self._vectors(snapshot, some)
+            yield self._passages(snapshot, some), self._vectors(snapshot, np.concatenate(self._chunks(snapshot, some)))
 
     def _require(self, query: ShardQuery) -> None:
         if query.k < 1:
@@ -266,16 +269,14 @@ class LiveShard:
             keep = mask if keep is None else mask & keep
             live = live & filter.mask(snapshot.passages)
         scores, rows = self.base.search_rows(vectors, min(k, max(len(self.base), 1)), keep)
-        if not len(vectors) or (query.texts is None and not live.any()):
+        if not len(vectors) or (query.texts is None and not live.any() and self.base.rows.starts is None):
             return ShardAnswer(self.base.hits(rows, scores), snapshot.sequence)
-        of_delta = vectors @ snapshot.vectors.T
+        of_delta = snapshot.vector_rows.largest(vectors @ snapshot.store[: snapshot.vector_rows.size].T)
         of_delta[:, ~live] = -np.inf
-        best = [
-            _best(vectors[number], k, scores[number], rows[number], of_delta[number], snapshot.vectors)
-            for number in range(len(vectors))
-        ]
+        of_each = zip(vectors, scores, rows, of_delta, strict=True)
+        best = [self._best(snapshot, k, *of_query) for of_query in of_each]
         if query.texts is None:
-            hits = self._hits(snapshot, best)
+            hits = self._hits(snapshot, vectors, best)
             return ShardAnswer([nearest(of_vector, k) for of_vector in hits], snapshot.sequence)
         lexical = []
         for number, (text, vector) in enumerate(zip(query.texts, vectors, strict=True)):
@@ -284,9 +285,29 @@ class LiveShard:
             if len(by_words) > k:  # of equal scores at the end, some
                 by_words = by_words[np.argpartition(words[by_words], -k)[-k:]]
             places = np.union1d(best[number][1], np.where(by_words < len(self.base), by_words, by_words - len(words)))
-            best[number] = _scores(vector, self._vectors(snapshot, places)), places
+            best[number] = self._exact(snapshot, vector, places)[0], places
             lexical.append(words[places])
-        return ShardAnswer(self._hits(snapshot, best), snapshot.sequence, lexical)
+        return ShardAnswer(self._hits(snapshot, vectors, best), snapshot.sequence, lexical)
+
+    def _best(
+        self, snapshot: LiveState, k: int, vector: np.ndarray, scores: np.ndarray, rows: np.ndarray, delta: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Scores and places of the best `k` passages in base and delta, and of those with the score of the last one.
+
+        Args:
+            scores, rows: the best of the base, padded with row -1.
+            delta: products with the passages of the delta, -inf for those that may not be found.
+        """
+        together = np.concatenate([np.where(rows < 0, -np.inf, scores), delta])
+        last = max(0, len(together) - k)
+        least = max(np.partition(together, last)[last] - _ROUNDING, np.finfo(np.float32).min)
+        in_base, near = (rows >= 0) & (scores >= least), delta_place(np.flatnonzero(delta >= least))
+        exact = np.concatenate([scores[in_base], self._exact(snapshot, vector, near)[0]])
+        places = np.concatenate([rows[in_base], near])
+        if len(exact) > k:
+            best = exact >= np.partition(exact, -k)[-k]
+            exact, places = exact[best], places[best]
+        return exact, places
 
     def _words(self, snapshot: LiveState, text: str, keep: np.ndarray | None, live: np.ndarray) -> np.ndarray:
         """BM25 of the rows of the base, then of the delta from its last row to its first, so that places are indices."""
@@ -299,12 +320,29 @@ class LiveShard:
         of_delta = snapshot.terms.scores(self.base.lexical, terms, len(live)) * live
         return np.concatenate([of_base, of_delta[::-1]])
 
+    def _chunks(self, snapshot: LiveState, passages: np.ndarray) -> list[np.ndarray]:
+        """The places of the vectors of passages in base and delta: in one array, or with chunks, an array for each passage."""
+        if self.base.rows.starts is None:
+            return [passages]
+        of_base, of_delta = self.base.rows.of_passages, snapshot.vector_rows.of_passages
+        return [of_base([row]) if row >= 0 else delta_place(of_delta([delta_place(row)])) for row in passages]
+
+    def _exact(self, snapshot: LiveState, vector: np.ndarray, passages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The scores of passages in base and delta, and the numbers of their best chunks."""
+        chunks = self._chunks(snapshot, passages)
+        scores = _scores(vector, self._vectors(snapshot, np.concatenate([np.empty(0, np.int64), *chunks])))
+        if self.base.rows.starts is None:
+            return scores, np.zeros(len(scores), np.int64)
+        starts = np.cumsum([0, *map(len, chunks)])
+        best = [int(scores[start:end].argmax()) for start, end in pairwise(starts)]
+        return scores[starts[:-1] + best] if best else scores, np.array(best, np.int64)
+
     def _vectors(self, snapshot: LiveState, places: np.ndarray) -> np.ndarray:
-        """The vectors of m places in base and delta, (m, d) float32."""
+        """The vectors of m places of vectors in base and delta, (m, d) float32."""
         vectors = np.empty((len(places), self._log.dimension), np.float32)
         in_base = places >= 0
         vectors[in_base] = self.base.vectors(places[in_base])
-        vectors[~in_base] = snapshot.vectors[delta_place(places[~in_base])]
+        vectors[~in_base] = snapshot.store[delta_place(places[~in_base])]
         return vectors
 
     def _passages(self, snapshot: LiveState, places: np.ndarray) -> pa.Table:
@@ -315,17 +353,24 @@ class LiveShard:
         back = np.argsort(np.argsort(~in_base, kind="stable"), kind="stable")
         return pa.concat_tables([self.base.take(places[in_base]), of_delta]).take(pa.array(back))
 
-    def _hits(self, snapshot: LiveState, best: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[list[Hit]]:
-        """The passages of scores and places."""
+    def _hits(
+        self, snapshot: LiveState, vectors: np.ndarray, best: Sequence[tuple[np.ndarray, np.ndarray]]
+    ) -> list[list[Hit]]:
+        """The passages of scores and places of each query, with their best chunks."""
         scores, places = (np.concatenate(parts) for parts in zip(*best, strict=True))
-        every = hits_of(self._passages(snapshot, places), scores)
+        passages = self._passages(snapshot, places)
+        every = hits_of(passages, scores)
+        if self.base.rows.starts is not None:
+            numbers = [self._exact(snapshot, vector, own)[1] for vector, (_, own) in zip(vectors, best, strict=True)]
+            cut = zip(every, passages.column(CHUNKS).to_pylist(), np.concatenate(numbers).tolist(), strict=True)
+            every = [hit._replace(chunk=as_chunks(hit.text, bounds)[number]) for hit, bounds, number in cut]
         return [every[start:end] for start, end in pairwise([0, *np.cumsum([len(some) for some, _ in best])])]
 
     def _place(self, snapshot: LiveState, id: str) -> int | None:
         """The place of a document; None if there is none."""
         row = snapshot.rows.get(id)
         if row is None:
-            return self.base.row_of(id)
+            return row_of(self.base.passages, id)
         return None if row == DELETED else int(delta_place(row))
 
     def _apply(self, sequence: int, tables: Sequence[pa.Table]) -> None:
@@ -338,7 +383,7 @@ class LiveShard:
         final = {id: row for row, id in enumerate(changes.column("id").to_pylist())}  # the last change to an id wins
         changes = changes.take(pa.array(final.values(), pa.int64()))
         rows, live, keep = dict(before.rows), before.live.copy(), before.keep
-        in_base = {id: row for id in final if (row := self.base.row_of(id)) is not None}
+        in_base = {id: row for id in final if (row := row_of(self.base.passages, id)) is not None}
         if in_base:
             keep = np.ones(len(self.base), bool) if keep is None else keep.copy()
             keep[list(in_base.values())] = False
@@ -354,31 +399,10 @@ class LiveShard:
             passages = passages.combine_chunks()
         vectors = put.column(VECTOR).combine_chunks().flatten().to_numpy().reshape(-1, self._log.dimension)
         vectors = vectors.astype(self.base.precision)  # as compaction stores them
-        store = extended(before.store, len(before.live), vectors)
+        store = extended(before.store, before.vector_rows.size, vectors)
         if before.terms is not None:
             before.terms.add(len(before.live), put.column("text").to_pylist())
         self._snapshot = without_dead_rows(LiveState(sequence, keep, passages, store, live, rows, before.terms))
-
-
-def _best(
-    vector: np.ndarray, k: int, scores: np.ndarray, rows: np.ndarray, of_delta: np.ndarray, delta: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and places of the best `k` passages in base and delta, and of those with the score of the last one.
-
-    Args:
-        scores, rows: the best of the base, padded with row -1.
-        of_delta, delta: products with the vectors of the delta, -inf for rows that may not be found; and the vectors.
-    """
-    together = np.concatenate([np.where(rows < 0, -np.inf, scores), of_delta])
-    last = max(0, len(together) - k)
-    least = max(np.partition(together, last)[last] - _ROUNDING, np.finfo(np.float32).min)
-    in_base, near = (rows >= 0) & (scores >= least), np.flatnonzero(of_delta >= least)
-    exact = np.concatenate([scores[in_base], _scores(vector, delta[near])])
-    places = np.concatenate([rows[in_base], delta_place(near)])
-    if len(exact) > k:
-        best = exact >= np.partition(exact, -k)[-k]
-        exact, places = exact[best], places[best]
-    return exact, places
 
 
 def _scores(vector: np.ndarray, rows: np.ndarray) -> np.ndarray:

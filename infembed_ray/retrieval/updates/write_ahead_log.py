@@ -24,8 +24,9 @@ from obstore.exceptions import BaseError
 
 from infembed_ray.config.base import nearest
 from infembed_ray.config.retrieval import FieldType
-from infembed_ray.errors import Fault, InputError
+from infembed_ray.errors import InputError
 from infembed_ray.retrieval import passages
+from infembed_ray.retrieval.chunks import Bounds
 from infembed_ray.retrieval.filters import Value, typed
 from infembed_ray.retrieval.shards import shard_of
 from infembed_ray.storage import durable
@@ -52,11 +53,6 @@ class ChangeError(ValueError):
 class LogFault(InputError):
     """The log cannot be read or written; the message names the file and the reason."""
 
-    @classmethod
-    def at(cls, directory: Place, fault: str, remedy: str) -> LogFault:
-        """Return the fault of a log in a directory."""
-        return cls(Fault("changes", directory, fault, remedy))
-
     @property
     def without_directory(self) -> str:
         """The text for clients of the API."""
@@ -68,14 +64,16 @@ class Put:
     """Insert a document, or replace the one with its id.
 
     Attributes:
-        vector: (d,) float32 unit vector.
+        vector: (d,) float32 unit vector, or (chunks, d) vectors.
         metadata: values as in JSON; a missing column is null.
+        chunks: of the text, in an index with chunks.
     """
 
     id: str
     text: str
     vector: np.ndarray
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    chunks: Bounds | None = None
 
 
 @dataclass(frozen=True)
@@ -91,13 +89,16 @@ Change = Put | Delete
 class ChangeLog:
     """The write-ahead log of one lineage. The first append creates the directory."""
 
-    def __init__(self, directory: Place, metadata: Mapping[str, FieldType], dimension: int, shards: int = 1) -> None:
+    def __init__(
+        self, directory: Place, metadata: Mapping[str, FieldType], dimension: int, shards: int = 1, cut: bool = False
+    ) -> None:
         self.directory = directory
         self.metadata = metadata
         self.dimension = dimension
         self.shards = shards
-        # `_op` (put, or delete with all but `id` null), the columns of passages, `_vector`
-        self.schema = pa.schema([(OP, pa.string()), *passages.schema(metadata), (VECTOR, pa.list_(pa.float32()))])
+        # `_op` (put, or delete with all but `id` null), the columns of passages, `_vector` (of all chunks)
+        columns = passages.schema(metadata, cut)
+        self.schema = pa.schema([(OP, pa.string()), *columns, (VECTOR, pa.list_(pa.float32()))])
         self._last_seen = self._calls = self._listed = 0
         self._directory_synced = False
 
@@ -171,11 +172,7 @@ class ChangeLog:
         return self._bytes(sequence, 0, 1) is not None
 
     def check(self, after: int) -> None:
-        """Check that no segment after a sequence is missing; a gap would otherwise look like the end of the log.
-
-        Raises:
-            LogFault: a segment is missing.
-        """
+        """LogFault if a segment after a sequence is missing; a gap would otherwise look like the end of the log."""
         numbers = self._numbers()
         for number in range(max(after, 1), max([*numbers, after]) + 1):
             if number not in numbers and not self.has(number):  # a listing can miss a segment that is being linked
@@ -220,11 +217,7 @@ class ChangeLog:
         return whole.hexdigest()[:16]
 
     def prune(self, before: int) -> int:
-        """Delete the segments before a sequence that every version has folded in; returns how many.
-
-        Raises:
-            LogFault: one cannot be deleted.
-        """
+        """Delete the segments before a sequence that every version has folded in; returns how many, LogFault if it cannot."""
         old = sorted(number for number in self._numbers() if number < before)
         with self._faults("cannot be pruned", "give a directory that can be written"):
             for number in old:  # ascending: what an interruption leaves has no gap
@@ -235,7 +228,10 @@ class ChangeLog:
         require_fitting(change, self.dimension)
         if isinstance(change, Delete):
             return {OP: "delete", "id": change.id, "text": None, VECTOR: None}
-        row = {OP: "put", "id": change.id, "text": change.text, VECTOR: np.asarray(change.vector, np.float32)}
+        if (change.chunks is None) != (passages.CHUNKS not in self.schema.names):
+            raise ChangeError(f"document {reprlib.repr(change.id)}: cut it into chunks if the index has them, else not")
+        vectors = np.asarray(change.vector, np.float32).ravel()
+        row = {OP: "put", "id": change.id, "text": change.text, passages.CHUNKS: change.chunks, VECTOR: vectors}
         return row | typed_metadata(change.id, change.metadata, self.metadata)
 
     def _segment(self, by_shard: Mapping[int, Sequence[Mapping[str, Any]]]) -> bytes:
@@ -265,7 +261,7 @@ class ChangeLog:
             try:
                 with (self.directory / name).open("rb") as file:
                     file.seek(start)
-                    return file.read() if length is None else file.read(length)
+                    return file.read(length)
             except FileNotFoundError:
                 return None
 
@@ -282,7 +278,7 @@ class ChangeLog:
 
     def _fault(self, sequence: int, reason: str) -> LogFault:
         remedy = "restore it, it and the changes after it are not applied until then"
-        return LogFault.at(self.directory, f"{segment_name(sequence)} {reason}", remedy)
+        return LogFault.of("changes", self.directory, f"{segment_name(sequence)} {reason}", remedy)
 
     @contextlib.contextmanager
     def _faults(self, fault: str, remedy: str) -> Iterator[None]:
@@ -291,7 +287,7 @@ class ChangeLog:
             yield
         except (OSError, pa.ArrowException, BaseError) as error:
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:240]
-            raise LogFault.at(self.directory, f"{fault} ({reason})", remedy) from error
+            raise LogFault.of("changes", self.directory, f"{fault} ({reason})", remedy) from error
 
     def _numbers(self) -> set[int]:
         """The numbers in use."""
@@ -316,7 +312,8 @@ def require_fitting(change: Change, dimension: int) -> None:
     if isinstance(change, Put):
         _require_text(change.id, change.text, "text")
         vector = np.asarray(change.vector, dtype=np.float32)
-        if vector.shape != (dimension,) or not np.isfinite(vector).all():
+        wanted = (dimension,) if change.chunks is None else (len(change.chunks) // 2, dimension)
+        if vector.shape != wanted or not np.isfinite(vector).all():
             raise ChangeError(
                 f"document {reprlib.repr(change.id)}: its vector must be {dimension} finite numbers, got shape {vector.shape}"
             )

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from infembed_ray.retrieval.chunks import Bounds
+
 PADDING = 32
 """Tokens by which the lengths in a padded batch may differ, or half of the first one's: about the fixed cost of a batch on a CPU."""
 MAX_WAIT_S = 4.0
@@ -33,6 +35,8 @@ class Embedded(NamedTuple):
     """(inputs, d) float32 unit vectors."""
     tokens: int
     """Tokens of all inputs, including special tokens and instructions."""
+    chunks: list[Bounds] | None = None
+    """The chunks of each passage, if passages were cut: the vectors are of all chunks, in order."""
 
 
 class QueueFull(Exception):

@@ -19,6 +19,7 @@ from infembed_ray.modeling.formats import Question
 from infembed_ray.modeling.linear import cpu_has_bf16
 from infembed_ray.modeling.tokenizer import TextTokenizer, Tokens
 from infembed_ray.progress import say
+from infembed_ray.retrieval.chunks import Bounds, Cutter, as_chunks
 from infembed_ray.serving import startup
 from infembed_ray.serving.encoder.batching import BatchingEngine, Embedded
 
@@ -87,11 +88,17 @@ class EncodingEngine:
         return cls(encoder.texts, batching, dtype, prefixes, encoder.exclusion_weight)
 
     async def embed(
-        self, texts: Sequence[str], instructions: Sequence[str | None] | None, timeout_s: float | None = None
+        self,
+        texts: Sequence[str],
+        instructions: Sequence[str | None] | None,
+        timeout_s: float | None = None,
+        chunks: tuple[int, int] | None = None,
     ) -> Embedded:
         """Embed texts, at least one, within a time (None: no limit).
 
-        `instructions` has one per query, None for a query without one; None: the texts are passages.
+        Args:
+            instructions: one per query, None for a query without one; None: the texts are passages.
+            chunks: maximum and shared tokens of the chunks into which passages are cut; None: they are not.
 
         Raises:
             QueueFull, DeadlineExceeded: as `BatchingEngine.embed`.
@@ -99,6 +106,11 @@ class EncodingEngine:
         self.batching.require_capacity(len(texts), timeout_s)  # before any work is done
         loop = asyncio.get_running_loop()
         began = loop.time()
+        cut: list[Bounds] | None = None
+        if chunks is not None:
+            cutter = Cutter(self._tokenizer, *chunks)
+            cut = [await loop.run_in_executor(self._thread, cutter.cut, text) for text in texts]
+            texts = [chunk.text for of in map(as_chunks, texts, cut) for chunk in of]
         asked: list[Question] = []
         if instructions is not None:
             asked = list(map(Question, texts, instructions))
@@ -112,7 +124,7 @@ class EncodingEngine:
         vectors = await self.batching.embed(tokens, left)
         if asked:
             vectors = exclusions.moved(asked, vectors, self.exclusion_weight)
-        return Embedded(vectors, sum(map(len, tokens)))
+        return Embedded(vectors, sum(map(len, tokens)), cut)
 
     def _tokenize(self, texts: Sequence[str], instructions: Sequence[str | None] | None) -> list[Tokens]:
         try:

@@ -95,8 +95,10 @@ class Release:
         self._hybrid = settings.ranking.hybrid if spec.card.lexical else 0.0
         self._shards = shards
         self._timeout_s = DEADLINE_SHARE * settings.request_timeout_s
+        chunk_tokens = spec.card.chunk_tokens
+        self._chunks = None if chunk_tokens is None else (chunk_tokens, spec.card.chunk_overlap)
         self._log = spec.changes and ChangeLog(
-            place_of(spec.changes), spec.card.metadata, spec.card.dimension, len(shards)
+            place_of(spec.changes), spec.card.metadata, spec.card.dimension, len(shards), self._chunks is not None
         )
         self._max_changed = FULL * (settings.compact_at or COMPACT_AT) * len(shards)
         self._states = [ShardState()] * len(shards)
@@ -174,10 +176,15 @@ class Release:
         await self._require_no_fault()
         if self._changed >= self._max_changed:  # puts within a second can exceed it
             raise TooManyChanges(self._changed, self._max_changed)
-        embedded = await self.embed([d.text for d in documents], None)
-        return await self._append(
-            [Put(d.id, d.text, vector, d.metadata) for d, vector in zip(documents, embedded.vectors, strict=True)]
-        )
+        inputs = EncoderInputs([d.text for d in documents], None, self._chunks)
+        embedded = await self.encoder.embed(inputs, self._deadline())
+        if (chunks := embedded.chunks) is None:
+            put = [Put(d.id, d.text, vector, d.metadata) for d, vector in zip(documents, embedded.vectors, strict=True)]
+        else:
+            vectors = np.split(embedded.vectors, np.cumsum([len(bounds) // 2 for bounds in chunks])[:-1])
+            of_each = zip(documents, vectors, chunks, strict=True)
+            put = [Put(d.id, d.text, vector, d.metadata, bounds) for d, vector, bounds in of_each]
+        return await self._append(put)
 
     async def delete(self, ids: Sequence[str]) -> int:
         """Delete documents; unknown ids are ignored. Returns the sequence number from which searches omit them."""

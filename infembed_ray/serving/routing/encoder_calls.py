@@ -33,6 +33,8 @@ class EncoderInputs(NamedTuple):
     texts: list[str]
     instructions: list[str | None] | None
     """One per query; None: the texts are passages."""
+    chunks: tuple[int, int] | None = None
+    """Maximum and shared tokens of the chunks into which passages are cut; None: they are not."""
 
     @property
     def characters(self) -> int:

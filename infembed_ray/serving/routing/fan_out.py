@@ -74,10 +74,7 @@ class FanOut:
         """
         answers: list[ShardAnswer] = await _all(self._search_shard(n, query, deadline) for n in range(len(self._names)))
         merged = [merge(answers, number, query.k, hybrid) for number in range(len(query.vectors))]
-        results = [
-            [SearchHit(id=id, score=score, text=text, metadata=metadata) for id, score, text, metadata in hits]
-            for hits in merged
-        ]
+        results = [[SearchHit(**hit._asdict()) for hit in hits] for hits in merged]
         return Ranked(results, min(answer.sequence for answer in answers))
 
     async def scores(self, ids: Sequence[str], vectors: np.ndarray, deadline: float) -> dict[str, np.ndarray]:

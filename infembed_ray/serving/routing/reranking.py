@@ -54,7 +54,7 @@ class RerankStage:
         start = time.perf_counter()
         budget_s = min(self.settings.budget_ms / 1e3, deadline - now())
         first, others = hits[: self.settings.depth], hits[self.settings.depth :]
-        outcome, scores = await self._scores(query, [hit.text for hit in first], budget_s)
+        outcome, scores = await self._scores(query, [(hit.chunk or hit).text for hit in first], budget_s)
         self.counts[outcome] += 1
         note, ordered = None, list(hits)
         if scores is None:

@@ -7,6 +7,7 @@ import pytest
 
 from infembed_ray.retrieval.answers import ShardAnswer, ShardQuery
 from infembed_ray.retrieval.lexical import DeltaTerms, terms_of
+from infembed_ray.retrieval.passages import row_of
 from infembed_ray.retrieval.updates import live_shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, Delete, Put
@@ -30,7 +31,7 @@ def lexical_scores(shard: LiveShard, documents: dict[str, Put], base: dict[str, 
     scores = {}
     for id, current in documents.items():
         if base.get(id) is current:
-            row = shard.base.row_of(id)
+            row = row_of(shard.base.passages, id)
             assert row is not None
             scores[id] = float(of_base[row])
         else:
@@ -77,7 +78,7 @@ def test_candidates_are_the_best_of_each_channel_with_exact_scores(
             mine = {
                 id: d
                 for id, d in oracle.states[-1].items()
-                if (shard.base.row_of(id) is not None or id in shard._snapshot.rows)
+                if (row_of(shard.base.passages, id) is not None or id in shard._snapshot.rows)
                 and (since is None or d.metadata["year"] >= since)
             }
             words = lexical_scores(shard, mine, oracle.states[0])

@@ -18,7 +18,16 @@ from infembed_ray.retrieval.shards import Hit, Shard, shard_of
 from infembed_ray.retrieval.updates import live_shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeLog, Delete, Put
-from tests.retrieval.oracle import DIMENSION, METADATA, Oracle, document, open_live, write_shards
+from tests.retrieval.oracle import (
+    DIMENSION,
+    METADATA,
+    Oracle,
+    cut_document,
+    document,
+    open_live,
+    score,
+    write_shards,
+)
 from tests.retrieval.test_filters import FILTERS, SCHEMA, answers, many_rows
 from tests.retrieval.vectors import unit_vectors
 from tests.support.shards import write_shard
@@ -26,11 +35,11 @@ from tests.support.shards import write_shard
 IDS = st.sampled_from([f"{n}é" for n in range(12)])
 YEARS = st.none() | st.integers(2018, 2022)
 PUTS = st.builds(document, IDS, st.integers(0, 10_000), YEARS)
-CHANGES = st.lists(PUTS | st.builds(Delete, IDS), min_size=1, max_size=6)
+CUT_PUTS = st.builds(cut_document, IDS, st.integers(0, 10_000), YEARS)
 
 
 class LiveIndex(RuleBasedStateMachine):
-    """Shards under puts and deletes, beside the oracle."""
+    """Shards under puts and deletes, beside the oracle; whole passages, or passages in chunks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,19 +48,22 @@ class LiveIndex(RuleBasedStateMachine):
     def teardown(self) -> None:
         shutil.rmtree(self.root)
 
-    @initialize(base=st.lists(PUTS, max_size=10, unique_by=lambda put: put.id), shards=st.integers(1, 3))
-    def publish(self, base: list[Put], shards: int) -> None:
+    @initialize(data=st.data(), chunked=st.booleans(), shards=st.integers(1, 3))
+    def publish(self, data: st.DataObject, chunked: bool, shards: int) -> None:
+        self.puts, self.chunked = CUT_PUTS if chunked else PUTS, chunked
+        base = data.draw(st.lists(self.puts, max_size=10, unique_by=lambda put: put.id))
         self.oracle = Oracle(base)
-        self.facts = write_shards(self.root / "v1", base, shards)
-        self.log = ChangeLog(self.root / "changes", METADATA, DIMENSION, shards)
+        self.facts = write_shards(self.root / "v1", base, shards, chunked=chunked)
+        self.log = ChangeLog(self.root / "changes", METADATA, DIMENSION, shards, chunked)
         self.open()
 
     @rule()
     def open(self) -> None:
-        self.shards = open_live(self.root / "v1", self.facts, self.root / "changes")
+        self.shards = open_live(self.root / "v1", self.facts, self.root / "changes", chunked=self.chunked)
 
-    @rule(changes=CHANGES)
-    def change(self, changes: list[Change]) -> None:
+    @rule(data=st.data())
+    def change(self, data: st.DataObject) -> None:
+        changes = data.draw(st.lists(self.puts | st.builds(Delete, IDS), min_size=1, max_size=6))
         self.oracle.apply(changes)
         assert self.log.append(changes) == len(self.oracle.states) - 1
 
@@ -81,7 +93,7 @@ class LiveIndex(RuleBasedStateMachine):
             assert (scores.shape, scores.dtype) == ((2, len(ids)), np.float32)
             for id, scores_of in zip(ids, scores.T, strict=True):
                 there = id in state and shard_of(id, len(self.shards)) == number
-                expected = np.float64(queries) @ np.float64(state[id].vector) if there else [np.nan] * 2
+                expected = [score(state[id], query) for query in queries] if there else [np.nan] * 2
                 np.testing.assert_allclose(scores_of, expected, atol=1e-6)
 
     @rule(id=IDS)
@@ -105,7 +117,7 @@ class LiveIndex(RuleBasedStateMachine):
 def test_searches_under_puts_and_deletes_agree_with_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_shard, "_DEAD_ROWS", 6)
     monkeypatch.setattr(live_shard, "_MAX_CHUNKS", 3)
-    run_state_machine_as_test(LiveIndex, settings=settings(max_examples=15, stateful_step_count=15, deadline=None))
+    run_state_machine_as_test(LiveIndex, settings=settings(max_examples=25, stateful_step_count=15, deadline=None))
 
 
 def one_shard(root: Path, base: list[Put], lexical: bool = False) -> LiveShard:

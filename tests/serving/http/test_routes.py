@@ -48,7 +48,7 @@ def test_search_ranks_the_passages_under_the_instruction(client: TestClient) -> 
     assert answer.status_code == 200
     body = answer.json()
     assert [hit["id"] for hit in body["hits"]] == ranking("q", "I")[:2]
-    assert set(body["hits"][0]) == {"id", "score", "text", "metadata", "rerank_score"}
+    assert set(body["hits"][0]) == {"id", "score", "text", "metadata", "chunk", "rerank_score"}
     del body["hits"]
     assert body == {
         "object": "search_results",
