@@ -19,9 +19,8 @@ from infembed_ray.modeling.checkpoint import Located, locate
 from infembed_ray.progress import counted, say
 from infembed_ray.records.tables import write_lines
 from infembed_ray.storage import durable
-from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place, place_of, read_json
-from infembed_ray.storage.steps import Published, Step, find_input
+from infembed_ray.storage.steps import Published, Step, find_input, output_state
 
 if TYPE_CHECKING:
     from infembed_ray.analysis.raters import AgreementItem
@@ -214,7 +213,7 @@ def _encoder(settings: AnalyzeSettings) -> diversity.Embed | None:
 def describe(settings: AnalyzeSettings) -> Iterator[str]:
     """Yield what a run would do, line by line; InputError as `prepare`."""
     files, step = prepare(settings)
-    if (yield from state(step)):
+    if (yield from output_state(step)):
         return
     given = read(settings, files)
     records = given.records

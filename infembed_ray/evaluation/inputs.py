@@ -21,8 +21,8 @@ from infembed_ray.progress import counted
 from infembed_ray.records import tables
 from infembed_ray.records.files import BadRows
 from infembed_ray.storage import steps
-from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place, address
+from infembed_ray.storage.steps import output_state
 
 RERANKER_KINDS = ("seq2seq", "classifier", "causal")
 """Kinds that can only score documents that another model has found."""
@@ -175,7 +175,7 @@ def _require_candidates(settings: EvaluateSettings, models: Sequence[EvaluatedMo
 def describe(settings: EvaluateSettings) -> Iterator[str]:
     """Yield what a run would do, line by line; InputError as `resolve`."""
     inputs = resolve(settings, share_corpora=False)
-    if (yield from state(inputs.step(settings))):
+    if (yield from output_state(inputs.step(settings))):
         return
     yield from describe_tasks(inputs)
     for model in inputs.models:

@@ -258,7 +258,8 @@ class Ledger:
 
     def _divide(self, report: LeaseReport) -> Amounts:
         """Return the process's part of what is free: first for requests that wait, then as an advance."""
-        free = {name: max(0.0, self._free(name)) for name in self._bounds}
+        held = {name: sum(holder.held[name] for holder in self._holders.values()) for name in self._bounds}
+        free = {name: max(0.0, bound - self._used[name] - held[name]) for name, bound in self._bounds.items()}
         part = min([1.0, *(free[name] / wanted for name, wanted in report.wanted.items() if wanted > 0)])
         # Grant whole requests only: fractions of a request, spread over processes, would let none of them send.
         if any(free[name] < first for name, first in report.first.items()):
@@ -268,9 +269,6 @@ class Ledger:
             now = max(part * report.wanted[name], report.first[name] if part else 0.0)
             granted[name] = now + min(report.ahead[name], (free[name] - now) / (4 * len(self._holders)))
         return granted
-
-    def _free(self, name: str) -> float:
-        return self._bounds[name] - self._used[name] - sum(holder.held[name] for holder in self._holders.values())
 
 
 class RateLimiter:

@@ -34,9 +34,8 @@ from infembed_ray.records.tuples import Example
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.versions import change_log
 from infembed_ray.storage import durable
-from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place, address
-from infembed_ray.storage.steps import STATES, Published, Step, find_input
+from infembed_ray.storage.steps import STATES, Published, Step, find_input, output_state
 
 ROWS_PER_BLOCK = 256
 _IN_FLIGHT = 2
@@ -170,7 +169,7 @@ def _join(parts: Path, output: Path) -> dict[str, int]:
 def describe(settings: MineSettings) -> Iterator[str]:
     """Yield what a run would do, line by line; InputError as `prepare`."""
     inputs, step = prepare(settings)
-    if (yield from state(step)):
+    if (yield from output_state(step)):
         return
     index = inputs.index
     yield f"tuples: {sum(1 for _ in read(settings, inputs.records)):,} of {inputs.records}"

@@ -18,8 +18,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import truncate
 from infembed_ray.modeling.tokenizer import Side
 from infembed_ray.progress import say
-from infembed_ray.storage.dry_run import require_space, state
-from infembed_ray.storage.steps import Published, Step
+from infembed_ray.storage.steps import Published, Step, output_state, require_space
 
 INPUTS = ("input_ids", "attention_mask")
 OUTPUT = "sentence_embedding"
@@ -114,7 +113,7 @@ class _Graph(nn.Module):
 def describe(settings: ExportSettings) -> Iterator[str]:
     """Yield what a run would do, line by line; InputError as `prepare`."""
     located, step = prepare(settings)
-    if (yield from state(step)):
+    if (yield from output_state(step)):
         return
     encoder = InstructionEncoder.from_pretrained(located.path, device="meta")
     require_exportable(encoder, settings.model)

@@ -20,8 +20,8 @@ from infembed_ray.retrieval.build import check_model, choose_build, prepare, pre
 from infembed_ray.retrieval.corpus import count_passages
 from infembed_ray.retrieval.milvus import is_address
 from infembed_ray.retrieval.versions import compacted_from
-from infembed_ray.storage.dry_run import gib, require_space, state
 from infembed_ray.storage.places import address, listing
+from infembed_ray.storage.steps import gib, output_state, require_space
 
 _TEXT_BYTES = 400 / 75
 """Bytes of a passage's text and metadata per token."""
@@ -111,7 +111,7 @@ def describe(settings: IndexSettings) -> Iterator[str]:
     if newest := compacted_from(step)[:1]:
         yield f"output {address(newest[0])}: compacted from a build of this corpus, so there is nothing to do"
         return
-    if (yield from state(step, work)):
+    if (yield from output_state(step, work)):
         yield f"its files are not read; `infembed index verify {address(step.remote or step.path)}` does"
         return
     passages, encoder = check_all(lambda: count_passages(settings, corpus), lambda: check_model(settings, model))

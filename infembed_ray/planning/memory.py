@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 
 from infembed_ray.config.training import TrainSettings
 from infembed_ray.modeling.encoder import InstructionEncoder
-from infembed_ray.storage.dry_run import GIB
+from infembed_ray.storage.steps import GIB
 
 FLOAT = 4
 FRAMEWORK_GIB = 2.5

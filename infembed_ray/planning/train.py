@@ -29,8 +29,7 @@ from infembed_ray.planning.memory import ModelSize, SavedBytes, StepMemory, save
 from infembed_ray.progress import counted
 from infembed_ray.records.tables import Record
 from infembed_ray.records.tuples import TrainingRecord
-from infembed_ray.storage.dry_run import GIB, gib, require_space, state
-from infembed_ray.storage.steps import STATES
+from infembed_ray.storage.steps import GIB, STATES, gib, output_state, require_space
 from infembed_ray.training import deepspeed_config, launch
 from infembed_ray.training.backbone import precision_of
 from infembed_ray.training.checkpoints.manager import KEEP_LAST, CheckpointManager
@@ -283,7 +282,7 @@ def as_json(made: TrainPlan) -> str:
 def describe(settings: TrainSettings) -> Iterator[str]:
     """Yield what a training would do, line by line; InputError as the training."""
     inputs, step = launch.prepare(settings)
-    if (yield from state(step)):
+    if (yield from output_state(step)):
         return
     encoder = launch.check_model(inputs.settings)
     with tempfile.TemporaryDirectory() as directory:  # a copy of the records, as the run makes it

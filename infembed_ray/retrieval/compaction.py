@@ -27,9 +27,8 @@ from infembed_ray.retrieval.shard_files import (
 from infembed_ray.retrieval.shards import Build, Shard, build_shard, shard_name, write_vectors
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.versions import IndexFacts, change_log
-from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place, address
-from infembed_ray.storage.steps import Published, Step, find_input, read_manifest
+from infembed_ray.storage.steps import Published, Step, find_input, output_state, read_manifest
 
 
 @dataclass(frozen=True)
@@ -142,5 +141,5 @@ def describe(settings: CompactSettings) -> Iterator[str]:
     work = Compaction.open(settings.index)
     if not work.changes:
         yield f"no changes since {work.version}, so there is nothing to do"
-    elif not (yield from state(work.step())):
+    elif not (yield from output_state(work.step())):
         yield str(work)

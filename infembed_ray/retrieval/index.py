@@ -99,8 +99,7 @@ class Index:
         given = {"columns": dict(columns or {}), "metadata": dict(metadata or {}), "on_bad_row": on_bad_row}
         given |= {"shards": shards, "factory": factory, "memory_gib": memory_gib}
         given |= {"recall_floor": recall_floor, "batch_tokens": batch_tokens, "dimensions": encoder.dimensions}
-        given |= {"vectors": vectors, "lexical": lexical}
-        given |= {"chunk_tokens": chunk_tokens, "chunk_overlap": chunk_overlap}
+        given |= {"vectors": vectors, "lexical": lexical, "chunk_tokens": chunk_tokens, "chunk_overlap": chunk_overlap}
         with corpus_file(corpus) as file, contextlib.ExitStack() as scratch:
             root = path or scratch.enter_context(tempfile.TemporaryDirectory(prefix="infembed-index-"))
             given |= {"corpus": str(file), "model": model, "output": str(root)}

@@ -85,9 +85,8 @@ class Plan:
             except InputError as error:
                 if name == DEFAULT_COLLECTION:
                     raise
-                own = f"collections.{name}"
-                renamed = error.renamed("index", own)
-                raise renamed if str(renamed).startswith(own) else renamed.within(f"{own}: ") from error
+                named = error.renamed("index", own := f"collections.{name}")
+                raise named if str(named).startswith(own) else named.within(f"{own}: ") from error
         reranker = reranking.resolve(settings, collections[DEFAULT_COLLECTION].encoder.model)
         if reranker is not None:
             name = model_name(reranker.model, local(reranker.model))

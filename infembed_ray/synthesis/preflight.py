@@ -23,10 +23,9 @@ from infembed_ray.llm.prices import BATCH_PRICE, PriceTable
 from infembed_ray.records import tables
 from infembed_ray.records.files import BadRows
 from infembed_ray.records.tables import Seed
-from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.object_store import is_uri
 from infembed_ray.storage.places import Place
-from infembed_ray.storage.steps import Step, folder_of, require_access, resolve_input
+from infembed_ray.storage.steps import Step, folder_of, output_state, require_access, resolve_input
 from infembed_ray.synthesis import batch_files, templates
 from infembed_ray.synthesis.judge import Pool
 from infembed_ray.synthesis.pipeline import CHEAP_JUDGE, STEPS, model_of, next_request, steps_of
@@ -287,7 +286,7 @@ def _count(made: Estimate, job: Job, seed: Seed, step: str) -> None:
 def describe(settings: SynthesizeSettings) -> Iterator[str]:
     """Yield what a run would do, line by line; InputError as for a run, after the lines that could be made."""
     seeds, table, step = prepare(settings)
-    if (yield from state(step)):
+    if (yield from output_state(step)):
         return
     job = resolve(settings, seeds, table)
     yield f"seeds: {job.number:,} of {seeds.path}"

@@ -10,7 +10,6 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -213,16 +212,13 @@ def _follow(staging: Staging, steps: int, done: int, ended: threading.Event) -> 
                         say(f"train: {event.message}")
             telemetry.report(training_events_total=events)
             lines, offset = read_lines(directory / METRICS, offset)
-            if lines and lines[-1]["step"] > shown:
-                advance(lines[-1]["step"] - shown, note=_note(lines[-1]))
-                shown = lines[-1]["step"]
+            if lines and (last := lines[-1])["step"] > shown:
+                loss, norm = (math.nan if last[name] is None else last[name] for name in ("loss", "grad_norm"))
+                figures = f"loss {loss:.3f}  |g| {norm:.2f}  {last['tokens_per_second']:,.0f} tokens/s"
+                advance(last["step"] - shown, note=figures)
+                shown = last["step"]
             elif shown == done:
                 advance(0, note="starting workers")
-
-
-def _note(line: Mapping[str, Any]) -> str:
-    loss, norm = (math.nan if line[name] is None else line[name] for name in ("loss", "grad_norm"))
-    return f"loss {loss:.3f}  |g| {norm:.2f}  {line['tokens_per_second']:,.0f} tokens/s"
 
 
 def _describe(staging: Staging, step: Step, inputs: Inputs, settings: TrainSettings, rows: Dataset) -> None:

@@ -13,7 +13,7 @@ from infembed_ray.evaluation.paper.sheets import COLUMNS, TABLES
 from infembed_ray.evaluation.tasks import catalogue
 from infembed_ray.planning.backbones import architectures, load
 from infembed_ray.planning.train import plan
-from infembed_ray.storage.dry_run import GIB
+from infembed_ray.storage.steps import GIB
 from infembed_ray.sweeps.distributed import rows
 from infembed_ray.training.losses import Objective
 from tests.jobs.test_configs import CONFIGS, SHARED_DIRECTORY

@@ -11,7 +11,7 @@ from infembed_ray.config.planning import PlanIndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.planning.index import plan, shard_size
 from infembed_ray.retrieval import faiss_index as factories
-from infembed_ray.storage.dry_run import GIB
+from infembed_ray.storage.steps import GIB
 
 
 def test_sizes_of_a_seven_b_model_by_hand():

@@ -14,7 +14,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.planning import train
 from infembed_ray.planning.backbones import load
 from infembed_ray.planning.train import plan, step_work, synthetic
-from infembed_ray.storage.dry_run import GIB
+from infembed_ray.storage.steps import GIB
 from infembed_ray.training.collate import collate
 from infembed_ray.training.losses import Objective
 from infembed_ray.training.observability.flops import Workload as Counter

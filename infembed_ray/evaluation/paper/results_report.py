@@ -20,9 +20,8 @@ from infembed_ray.evaluation.tasks import catalogue, infir
 from infembed_ray.progress import say
 from infembed_ray.reporting import page
 from infembed_ray.reporting.charts import Scale
-from infembed_ray.storage.dry_run import state
 from infembed_ray.storage.places import Place
-from infembed_ray.storage.steps import Published, Step, find_input
+from infembed_ray.storage.steps import Published, Step, find_input, output_state
 
 PAPER = [catalogue.BENCHMARKS[name].title for name in ("followir", f"followir{catalogue.AS_PAPER}")]
 """Titles of the benchmark whose models the paper compares in Figure 5."""
@@ -266,5 +265,5 @@ def write(directory: Path, output: str, evaluated: Results, differences: Sequenc
 def describe(settings: ReportSettings) -> Iterator[str]:
     """Yield what a run would do, line by line; InputError as `run`."""
     paths, step = prepare(settings)
-    if not (yield from state(step)):
+    if not (yield from output_state(step)):
         yield f"results: {_compose(settings, paths).summary}"
