@@ -168,7 +168,7 @@ def table() -> str:
     """Print the table of docs/guides/plan.md: the paper's Qwen2.5 on one to four nodes of 8 A100-80G."""
     from infembed_ray.config.planning import PlanTrainSettings
     from infembed_ray.planning.train import plan
-    from infembed_ray.storage.dry_run import GIB
+    from infembed_ray.storage.steps import GIB
 
     lines = ["| model | nodes | " + " | ".join(f"ZeRO-{s} GiB, ckpt" for s in (1, 2, 3)) + " | s/step | h |"]
     lines.append("|---|---:" + "|---:" * 5 + "|")
@@ -196,7 +196,7 @@ def recipes() -> str:
     """Print the table of docs/guides/train.md: the recipes of the paper's backbones as they are set, on 8 A100-80G."""
     from infembed_ray.config.planning import PlanTrainSettings
     from infembed_ray.planning.train import plan
-    from infembed_ray.storage.dry_run import GIB
+    from infembed_ray.storage.steps import GIB
 
     lines = [
         "| recipe | parameters | settings | GiB per GPU on 1, 2, 4 nodes | tokens per step | tokens/s | h, 2 epochs |",
