@@ -240,6 +240,8 @@ def _put(documents: Iterable[Document], *, collection: str | None = None) -> _Re
 
 def _delete(ids: Iterable[str], *, collection: str | None = None) -> _Request[int]:
     """Delete at most 1,000 documents; unknown ids are allowed. `collection`, result and errors are as of `put`."""
+    if isinstance(ids, str):
+        raise TypeError("ids: must be a list of ids, not one id")
     return _Request("DELETE", _path("documents", collection), lambda body: int(body["sequence"]), {"ids": list(ids)})
 
 

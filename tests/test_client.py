@@ -108,6 +108,8 @@ def test_a_rejected_request_raises_the_servers_message_at_once(client: Any) -> N
     assert f"(request {refusal.value.request_id})" in str(refusal.value)
     with pytest.raises(TypeError, match="must be a list of texts"):
         client.embed("one text")
+    with pytest.raises(TypeError, match="must be a list of ids"):
+        client.delete("12")
 
 
 def test_the_key_may_come_from_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

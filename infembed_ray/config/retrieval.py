@@ -54,7 +54,9 @@ class IndexSettings(RowSettings):
     @model_validator(mode="after")
     def _chunks_differ(self) -> "IndexSettings":
         if self.chunk_overlap > (self.chunk_tokens or 0) // 2:
-            raise ValueError("chunk_overlap must be at most half of chunk_tokens; lower it, or set chunk_tokens")
+            raise ValueError(
+                f"chunk_overlap={self.chunk_overlap}: above half of chunk_tokens={self.chunk_tokens}; lower it"
+            )
         return self
 
     def identity(self) -> dict[str, Any]:

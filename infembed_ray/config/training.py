@@ -54,7 +54,7 @@ _OF_SCORES = {"objective": "uni{P}", "temperature": 1.0}
 """Defaults with `head=score`."""
 _TEXTS = ("append_eos", "passage_prefix", "query_length", "query_prefix", "template")
 _VECTORS = ("bidirectional", "interaction", "iq_negatives", "matryoshka", "pooling", "share_encoder", "term_weights")
-_OF_EMBEDDINGS = (*_TEXTS, *_VECTORS, "distillation", "interpolation", "lora", "validation")
+_OF_EMBEDDINGS = (*_TEXTS, *_VECTORS, "distillation", "instruction_negatives", "interpolation", "lora", "validation")
 """Settings that `head=score` does not take."""
 
 

@@ -349,7 +349,7 @@ class DriverWatch:
     def watch(self) -> None:
         """Start watching; further calls have no effect."""
         driver, self._driver = self._driver, None
-        with contextlib.suppress(OSError):  # no such process, or a sandbox without pidfd
+        with contextlib.suppress(OSError, AttributeError):  # no such process, or a sandbox or a Python without pidfd
             if driver is not None:
                 process = os.pidfd_open(driver)
                 asyncio.get_running_loop().add_reader(process, self._start_draining, process)

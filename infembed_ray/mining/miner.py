@@ -125,7 +125,7 @@ class Miner:
             best_first: dict[str, float] = {}  # equal texts keep their highest score
             for hit in hits:
                 if hit.text not in own:
-                    best_first.setdefault(hit.text, hit.score)
+                    best_first.setdefault((hit.chunk or hit).text, hit.score)
             candidates.append(best_first)
         texts = [[*row.positives, *row.negatives, *of_row] for row, of_row in zip(rows, candidates, strict=True)]
         scores = self._cosines(rows, vectors, candidates) if self._teacher is None else self._taught(rows, texts)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import checkpoint, pretrained
+from infembed_ray.modeling.attention.packing import first_position
 from infembed_ray.modeling.checkpoint_writer import Stored
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded
@@ -56,9 +57,9 @@ class CrossEncoder(InstructionEncoder):
             with torch.device("meta"):
                 classifier = pretrained.build(config, kind, dtype=dtype)
         pretrained.require_embedded(tokenizer, classifier, setting)
-        length = length or TextFormat.passage_length
-        text = TextFormat(passage_length=min(length, getattr(config, "max_position_embeddings", length)))
-        return cls(classifier, tokenizer, "cls", text).to(device)
+        positions = getattr(config, "max_position_embeddings", 10**9) - first_position(classifier.base_model)
+        most = min(length or TextFormat.passage_length, tokenizer.model_max_length, positions)
+        return cls(classifier, tokenizer, "cls", TextFormat(passage_length=most)).to(device)
 
     def tokenize_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Tokens]:
         """Tokenize (query with its instruction, passage) pairs as `rerankers.Classifier` does, to `passage_length`."""

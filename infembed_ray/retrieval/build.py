@@ -187,6 +187,9 @@ class Base:
             some = shard.passages.slice(first, last + 1 - first)
             places = pc.index_in(ids, some.column("id").combine_chunks())
             same = pc.equal(given.column("text"), some.column("text").take(places)).fill_null(False).to_numpy()
+            if CHUNKS in given.column_names:  # another version of the tokenizer may cut a text elsewhere
+                bounds = given.column(CHUNKS).to_pylist(), some.column(CHUNKS).take(places).to_pylist()
+                same = same & [one == other for one, other in zip(*bounds, strict=True)]
             old = shard.rows.of_passages(first + places.filter(same).to_numpy())
             vectors[rows.of_passages(own[same])] = shard.vectors(old)
         return vectors

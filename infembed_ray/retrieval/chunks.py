@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Bounds = list[int]
 """Begin and end of the first chunk of a passage, then of the second, and so on, in code points."""
-_ENDS = (re.compile(r"""[.!?…]["'”’)\]]*\s+|[。！？]["”’」』）]*\s*|\s*\n\s*"""), re.compile(r"\s+"))
+_ENDS = (re.compile(r"""[.!?…]["'”’)\]]*\s+|[。！？]["”’」』）]*\s*|\n\s*"""), re.compile(r"\s+"))
 """What a chunk ends after: a sentence or a line; else a word."""
 
 

@@ -53,7 +53,7 @@ class Hit(NamedTuple):
         id, text: of the passage.
         score: inner product of unit vectors, in [-1, 1].
         metadata: value of each metadata column; dates and times in ISO 8601; None for a missing value.
-        chunk: the chunk with this score; None if passages are not cut into chunks.
+        chunk: the chunk with this score, before BM25; None if passages are not cut into chunks.
     """
 
     id: str

@@ -83,10 +83,9 @@ class Plan:
             try:
                 collections[name] = _collection(settings, place, collections)
             except InputError as error:
-                if name == DEFAULT_COLLECTION:
-                    raise
-                named = error.renamed("index", own := f"collections.{name}")
-                raise named if str(named).startswith(own) else named.within(f"{own}: ") from error
+                own = f"collections.{name}"
+                named = error if name == DEFAULT_COLLECTION else error.renamed("index", own)
+                raise named if named is error or str(named).startswith(own) else named.within(f"{own}: ") from error
         reranker = reranking.resolve(settings, collections[DEFAULT_COLLECTION].encoder.model)
         if reranker is not None:
             name = model_name(reranker.model, local(reranker.model))

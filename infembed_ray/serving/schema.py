@@ -34,7 +34,7 @@ Metadata = str | int | float | bool | list[str] | None
 """A value of a metadata field; dates and times are ISO 8601 strings."""
 
 MAX_CHARACTERS = 100_000
-"""Characters of one text. The encoder truncates longer inputs than it reads, as it did when the index was built."""
+"""Characters of one text. The encoder truncates longer inputs than it reads, or cuts them, as it did when the index was built."""
 MAX_INPUTS = 2048
 """Inputs of one embeddings request; OpenAI's limit."""
 MAX_TOP_K = 1000
@@ -194,7 +194,7 @@ class SearchHit(BaseModel):
     )
     text: str
     metadata: dict[str, Metadata] = Field({}, description="field -> value; dates as in ISO 8601")
-    chunk: Chunk | None = Field(None, description="the passage's best chunk, which has this score; null: not cut")
+    chunk: Chunk | None = Field(None, description="the passage's best chunk, by its score before BM25; null: not cut")
     rerank_score: float | None = Field(None, description="relevance by the reranker; null: not re-ranked")
 
 

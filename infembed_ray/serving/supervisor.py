@@ -159,7 +159,8 @@ class Supervisor:
                 with suppress(ReplicaLost, QueueFull, asyncio.TimeoutError):
                     current = (await asyncio.wait_for(self._ingress("served"), OTHERS_S))[0]
             # Serve applies a config file again after the loss of its controller, and the API may have moved on since.
-            if current is not None and await asyncio.to_thread(_overtaken, new, current):
+            moved = await asyncio.to_thread(_moved, new)
+            if current is not None and moved and not await asyncio.to_thread(_moved, current):
                 raise StartError(f"{new.versions} is not the latest version; {current.versions} serves on")
             await asyncio.to_thread(_start, current, new)
             if current and new.probes and current.fingerprint != new.fingerprint and pair not in self._passed:
@@ -304,11 +305,6 @@ def _moved(release: ReleaseSpec) -> list[str]:
     named = {name: place for name, place in release.settings.indexes.items() if not is_address(place)}
     found = {name: address(find_input(place, "index")) for name, place in named.items()}
     return [place for name, place in found.items() if place != release.collections[name].index.index]
-
-
-def _overtaken(new: ReleaseSpec, current: ReleaseSpec) -> bool:
-    """Return whether an index directory names another version than a new release has, and the current one has what they name."""
-    return bool(_moved(new)) and not _moved(current)
 
 
 @ray.remote(num_cpus=0, max_retries=0)

@@ -146,7 +146,7 @@ def resolve(place: Place) -> Place:
 
 def newest(place: Place) -> str:
     """Return the identity of the output that `latest` of a directory or folder names; empty if there is none."""
-    return (read_text(place / LATEST) or "").strip()
+    return (read_text(place / LATEST) or "").strip() if (place / LATEST).is_file() else ""
 
 
 def set_latest(root: Place, identity: str) -> None:

@@ -61,10 +61,8 @@ class Engine:
             model=encoder, model_parameters=trained, config=deepspeed_config(settings)
         )
         deepspeed_compat.lighten(self._deepspeed)
-        mixes = settings.interpolation < 1 and settings.validation is not None
-        self._own = {
-            n: p.detach().clone() for n, p in encoder.named_parameters() if mixes and not n.startswith("interaction.")
-        }
+        mixed = encoder.named_parameters() if settings.interpolation < 1 and settings.validation is not None else ()
+        self._own = {n: p.detach().clone() for n, p in mixed if not n.startswith("interaction.")}
         passes = GradCache if settings.grad_cache_tokens else KeptGraphs
         self._passes = passes(self._deepspeed, partial(deepspeed_compat.backward, self._deepspeed))
         self._files = CheckpointFiles()
@@ -103,11 +101,9 @@ class Engine:
         trained = [weights.clone() for weights, _ in mixed]
         for weights, own in mixed:
             weights.lerp_(own, 1 - self._settings.interpolation)
-        try:
-            yield
-        finally:
-            for (weights, _), kept in zip(mixed, trained, strict=True):
-                weights.copy_(kept)
+        yield
+        for (weights, _), kept in zip(mixed, trained, strict=True):
+            weights.copy_(kept)
 
     def _idle_passes(self, passes: Sequence[Pass], sequences: Sequence[Tokens]) -> list[Pass]:
         """Return idle passes that make the number of passes equal on all workers.

@@ -152,11 +152,10 @@ def _require_trainable(settings: TrainSettings, tallies: Mapping[str, Tally]) ->
             f"objective={settings.objective}: nothing of {plain[0]} would train, because its records have no instructions; "
             "add P to the objective, or leave this source out"
         )
-    contrasts = (t.tuples > t.records or (t.negatives and settings.hard_negatives != 0) for t in tallies.values())
-    if settings.head == "score" and not any(contrasts):
+    if settings.hard_negatives == 0 and (settings.distillation is not None or settings.head == "score"):
+        raise InputError("hard_negatives=0: distillation and head=score train on hard negatives; set at least 1")
+    if settings.head == "score" and not any(t.tuples > t.records or t.negatives for t in tallies.values()):
         raise InputError("head=score: no record has hard negatives; run `infembed mine` first, or set head=embedding")
-    if settings.distillation is not None and settings.hard_negatives == 0:
-        raise InputError("hard_negatives=0: distillation trains on hard negatives; set at least 1, or leave it out")
     if settings.distillation is not None and not any(tally.scored for tally in tallies.values()):
         raise InputError(
             "distillation: no record has positive_scores and negative_scores; add them with `infembed mine teacher=...`, or "

@@ -194,7 +194,7 @@ def test_approximate_types_answer_as_many_passages_as_are_asked_for(
 
 def test_chunks_that_cannot_be_are_refused_before_work(minilm: str, tmp_path: Path) -> None:
     encoder = InstructionEncoder.from_pretrained(minilm)
-    with pytest.raises(InputError, match="chunk_overlap must be at most half of chunk_tokens"):
+    with pytest.raises(InputError, match="chunk_overlap=21: above half of chunk_tokens=40"):
         Index.build(["a"], encoder, tmp_path, chunk_tokens=40, chunk_overlap=21)
     with pytest.raises(
         InputError, match="chunk_tokens=257: the encoder reads 256 tokens of a passage; set at most 256"

@@ -61,6 +61,8 @@ def test_a_cross_encoder_is_a_directory_or_the_settings_of_another_kind(
     assert made.application != other.application
     copy = shutil.copytree(classifier, tmp_path / "copy")
     assert resolved(encoder, kind="cross_encoder", model=str(copy)).application == made.application
+    (tmp_path / "latest").write_text("copy\n")  # as in the output of a training
+    assert resolved(encoder, kind="cross_encoder", model=str(tmp_path)).application == made.application
 
 
 def test_what_the_api_does_with_the_scores_starts_no_other_reranker(encoder: str) -> None:

@@ -30,7 +30,7 @@ from tests.training.checkpoints.runs import Run, run_all
 from tests.training.test_collate import record
 
 EXAMPLE = Example("e", "what is bread", ("baked from flour", "flour and water"), ("aspirin", "a drug", "no brand"))
-SCORE = {"head": "score", "objective": "uni{P}", "temperature": 1.0}
+SCORE = {"head": "score", "objective": "uni{P}", "temperature": 1.0, "instruction_negatives": 5}
 
 
 def settings_of(model="-", **changes):

@@ -104,7 +104,10 @@ def test_a_source_of_weight_0_may_lack_what_the_objective_needs(files):
             {"keep": ["plain"]},
             "objective=multi{P,I}: contrasts instructions, and no record has one; set objective='uni{P}'",
         ),
-        ({"distillation": {}, "hard_negatives": 0}, "hard_negatives=0: distillation trains on hard negatives; set"),
+        (
+            {"distillation": {}, "hard_negatives": 0},
+            "hard_negatives=0: distillation and head=score train on hard negatives; set",
+        ),
         (
             {"sources": {"org/a": {"path": "infir"}}},
             "sources.org/a: the name of a source is a part of its records' ids",

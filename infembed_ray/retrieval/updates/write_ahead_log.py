@@ -313,9 +313,9 @@ def require_fitting(change: Change, dimension: int) -> None:
         _require_text(change.id, change.text, "text")
         vector = np.asarray(change.vector, dtype=np.float32)
         wanted = (dimension,) if change.chunks is None else (len(change.chunks) // 2, dimension)
-        if vector.shape != wanted or not np.isfinite(vector).all():
+        if vector.shape != wanted or not vector.size or not np.isfinite(vector).all():
             raise ChangeError(
-                f"document {reprlib.repr(change.id)}: its vector must be {dimension} finite numbers, got shape {vector.shape}"
+                f"document {reprlib.repr(change.id)}: its vector must be finite and of shape {wanted}, got shape {vector.shape}"
             )
 
 
