@@ -159,7 +159,7 @@ class Supervisor:
                 with suppress(ReplicaLost, QueueFull, asyncio.TimeoutError):
                     current = (await asyncio.wait_for(self._ingress("served"), OTHERS_S))[0]
             # Serve applies a config file again after the loss of its controller, and the API may have moved on since.
-            moved = await asyncio.to_thread(_moved, new)
+            moved = [] if current is None else await asyncio.to_thread(_moved, new)
             if current is not None and moved and not await asyncio.to_thread(_moved, current):
                 raise StartError(f"{new.versions} is not the latest version; {current.versions} serves on")
             await asyncio.to_thread(_start, current, new)
