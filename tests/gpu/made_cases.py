@@ -26,7 +26,7 @@ def dies(context: Context) -> Iterator[Result]:
 
 
 def hangs(context: Context) -> Iterator[Result]:
-    yield Result("before it", {"process": float(os.getpid())})
+    yield Result("before it", {"process": str(os.getpid())})
     time.sleep(600)
 
 

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model
 
 from infembed_ray.config.training import Lora
-from infembed_ray.modeling import adapters
+from infembed_ray.modeling import adapters, linear
 from infembed_ray.modeling.attention import flex
 from infembed_ray.modeling.attention.flex import BLOCK, WIDTH, FlexTreeAttention
 from infembed_ray.modeling.attention.prefix_tree import forests
@@ -152,6 +152,7 @@ def test_a_limit_of_tokens_divides_the_row_and_keeps_every_text(as_on_a_gpu):
 @pytest.mark.parametrize(("config", "model"), [(Qwen2Config, Qwen2Model), (LlamaConfig, LlamaModel)])
 def test_layers_compile_in_one_piece_and_once_for_rows_of_any_width(as_on_a_gpu, monkeypatch, config, model, lora):
     """The compiler traces the layers with the kernel; without a GPU, it only runs what it traced."""
+    monkeypatch.setattr(linear, "onednn_pays", lambda: True)  # as on an AMD processor, that loads for a GPU
     encoder = encoder_of(config, model).train()
     if lora:
         adapters.add(encoder.backbones, lora)
