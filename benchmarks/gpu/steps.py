@@ -153,12 +153,13 @@ def _steps(encoder: InstructionEncoder, context: Context, name: str) -> Iterator
     batches += [(large, False, True), (TUPLES, not context.tiny, True)]
     encoder.train()
     for count, full, recompute in batches:
-        if context.left < 0:
-            return
         if recompute:
             encoder.checkpoint_activations()
         lengths = f"{measure.QUERY_LENGTH} + {measure.PASSAGE_LENGTH} tokens each" if full else "mean lengths"
         what = f"{name}, {count} tuples, {lengths}{', activation checkpointing' * recompute}"
+        if context.left < 0:
+            yield Result(what, {"note": "no time left"})
+            continue
         try:
             sides = texts(count, vocabulary, full)
             yield _measured(encoder, optimizer, sides, context, what, recompute)

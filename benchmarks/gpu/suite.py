@@ -144,7 +144,7 @@ CASES: dict[str, Case] = {
     "zero-3-offload": Case(".zero", "zero", 75, "ZeRO-3, optimizer and parameters in host memory", "3,all", _ZERO),
     "bf16": Case(".exactness", "bf16", 8, "embeddings, loss and gradients in bf16 against fp32"),
     "grad_cache": Case(".exactness", "grad_cache", 12, "GradCache against all graphs kept: gradients, time, memory"),
-    "qlora": Case(".steps", "qlora", 30, "LoRA step over a backbone in 4 bits", "1.5B", ("peft", "bitsandbytes")),
+    "qlora": Case(".steps", "qlora", 60, "LoRA step over a backbone in 4 bits", "1.5B", ("peft", "bitsandbytes")),
     "varlen": Case(".attention", "varlen", 22, "packed texts through the variable-length kernel against padded ones"),
     "zero-1": Case(".zero", "zero", 60, "ZeRO-1", "1", _ZERO),
     "faiss": Case(".encode", "faiss", 15, "FAISS on the GPU against brute force", None, ("faiss",)),

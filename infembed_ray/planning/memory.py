@@ -136,19 +136,18 @@ def step_memory(
         flat = float(min(bucket, weights.trained) * weights.nbytes)
     else:
         own, gathered, idle = weights.whole, 0.0, 0.0
-        if stage == 0:
-            gradients = float(weights.trained * FLOAT)
+        # ZeRO-1 in bf16 keeps an fp32 sum of all gradients from step to step; without offload, it sends the sum as ZeRO-0 does.
+        sums = stage == 1 and weights.nbytes != FLOAT
+        if stage == 0 or (sums and not optimizer_on):
             buckets, flat = 0.0, float(min(_ALLREDUCE, weights.trained) * FLOAT)
         else:
-            # ZeRO-1 in bf16 keeps an fp32 sum of all gradients from step to step, and sends it.
-            sums = stage == 1 and weights.nbytes != FLOAT
-            nbytes = FLOAT if sums else weights.nbytes
-            buckets = float((2 if zero.get("overlap_comm") else 1) * bucket * nbytes)
-            flat = float(min(bucket, weights.trained) * nbytes)
-            if sums:
-                gradients, summed = float(weights.trained * FLOAT), True
-            elif optimizer_on:
-                gradients = float(weights.largest * weights.nbytes)  # one at a time, on its way to the host
+            buckets = float((2 if zero.get("overlap_comm") else 1) * bucket * (FLOAT if sums else weights.nbytes))
+            flat = float(min(bucket, weights.trained) * FLOAT)  # a bucket is reduced in fp32
+        if stage == 0 or sums:
+            gradients, summed = float(weights.trained * FLOAT), sums or summed
+        elif optimizer_on:  # in fp32 one at a time; in bf16 the worker's share in fp32, with one on its way to the host
+            own += weights.largest * weights.nbytes
+            gradients = 0.0 if weights.nbytes == FLOAT else trained * FLOAT
     states = StepMemory(own + gathered, gradients, master, moments)
     present = gradients if summed else 0.0
     at_first = replace(states, gradients=present, activations=activations, communication=buckets)

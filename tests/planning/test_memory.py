@@ -52,6 +52,17 @@ def test_what_is_offloaded_is_not_on_the_gpu():
     assert off.parameters == pytest.approx(on_gpu.parameters - 2 * 10**9 / 8, abs=3e8)
 
 
+@pytest.mark.parametrize(
+    ("stage", "offload", "peak"), [(1, False, 10.73), (2, False, 10.72), (2, True, 5.437)], ids=str
+)
+def test_the_peaks_of_an_h200_are_planned_within_10_percent(stage, offload, peak):
+    """Qwen2.5-0.5B in bf16, one worker, 2,560 tokens in compiled layers: benchmarks/results/2026-11-27-h200.md, in GiB."""
+    model = ModelSize(494_032_768, 494_032_768, 151_936 * 896, 0, 2)
+    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    held = step_memory(model, 2.45 * 2**30, 1, {"zero_optimization": {"stage": stage, **zero}})
+    assert held.total / 2**30 == pytest.approx(peak, rel=0.1)
+
+
 def test_under_zero_3_no_worker_reads_the_whole_model():
     model = size_of(10**9)
     assert model.at_start(8, 2) == 2 * 2 * 10**9
