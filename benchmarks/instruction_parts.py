@@ -48,6 +48,7 @@ from infembed_ray.retrieval.answers import ShardAnswer, ShardQuery, merge
 from infembed_ray.retrieval.shards import Build, Shard, shard_of
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog
+from tests.support.shards import write_shard
 
 COLLECTIONS = ["dev", "reworded", "cranfield", "instructir"]
 DEPTH = 100
@@ -144,7 +145,7 @@ def open_index(task: Task, vectors: np.ndarray, directory: Path) -> list[LiveSha
     opened = []
     for number in range(SHARDS):
         mine = np.flatnonzero(owners == number).tolist()
-        facts = material.write_shard(
+        facts = write_shard(
             directory / f"shard-{number}",
             [ids[row] for row in mine],
             [texts[row] for row in mine],

@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 import faiss
-import material
 import numpy as np
 import psutil
 from replica_start import drop_pages
@@ -51,6 +50,7 @@ from infembed_ray.retrieval.versions import IndexFacts
 from infembed_ray.serving import replicas
 from infembed_ray.serving.release import IndexArguments
 from infembed_ray.serving.routing.fan_out import FanOut, now
+from tests.support.shards import write_shard
 
 DIMENSION = 3584
 FACTORY = "HNSW32_SQfp16"
@@ -81,15 +81,13 @@ def make(root: Path, shards: int, passages: int) -> None:
     np.save(root.parent / QUERIES_FILE, real["queries"] @ axes.T)
     vectors = between(np.concatenate([real["passages"], real["sentences"]]), passages) @ axes.T
     vectors = vectors.astype(np.float16)
-    facts = [material.write_shard(root / "shard-00000", *texts(0, passages), vectors, build=Build(FACTORY))]
+    facts = [write_shard(root / "shard-00000", *texts(0, passages), vectors, build=Build(FACTORY))]
     index = faiss.read_index(str(root / "shard-00000" / INDEX_FILE))
     stored = faiss_index.storage(index)
     codes = faiss.rev_swig_ptr(stored.codes.data(), stored.ntotal * stored.code_size).view("<f2").reshape(vectors.shape)
     for number in range(1, shards):
         directory = root / f"shard-{number:05d}"
-        material.write_shard(
-            directory, *texts(number, passages), vectors[:, :1], build=Build("Flat")
-        )  # for its passages
+        write_shard(directory, *texts(number, passages), vectors[:, :1], build=Build("Flat"))  # for its passages
         codes[:] = unit(vectors + NOISE / DIMENSION**0.5 * rng.standard_normal(vectors.shape, dtype=np.float32))
         faiss.write_index(index, str(directory / INDEX_FILE))
         files = [directory / INDEX_FILE, directory / PASSAGES_FILE]

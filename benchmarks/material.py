@@ -16,8 +16,6 @@ from infembed_ray.records import tables
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from tests.support.shards import write_shard as write_shard
-
 REAL = Path(__file__).parents[2] / "shared" / "data" / "infir_mini" / "train.jsonl"
 WORDS = {"query": (4, 12), "instruction": (25, 45), "document": (35, 110)}
 """Minimum and maximum words of each kind of text."""

@@ -33,7 +33,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import material
 import numpy as np
 import psutil
 from pyarrow import fs
@@ -44,6 +43,7 @@ from infembed_ray.retrieval.shards import Build
 from infembed_ray.retrieval.versions import IndexFacts
 from infembed_ray.storage.object_store import Folder
 from infembed_ray.storage.steps import output_files
+from tests.support.shards import write_shard
 
 DIMENSION = 384
 WORDS = 40
@@ -75,7 +75,7 @@ def make(root: Path, passages: int) -> None:
     words = [f"word{n}" for n in range(2000)]
     draw = random.Random(0)
     texts = [" ".join(draw.choices(words, k=WORDS)) for _ in range(passages)]
-    facts = material.write_shard(
+    facts = write_shard(
         root / "shard-00000", [f"p{n:07d}" for n in range(passages)], texts, vectors, build=Build("Flat")
     )
     described = IndexFacts(

@@ -47,6 +47,7 @@ from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.records import tables
 from infembed_ray.retrieval.shard_files import ShardFacts
 from infembed_ray.retrieval.shards import Shard
+from tests.support.shards import write_shard
 
 SHARED = material.REAL.parents[1]
 K = 10
@@ -103,7 +104,7 @@ def shard(directory: Path, name: str, passages: list[str], vectors: np.ndarray) 
     if not saved.is_file():
         began = time.perf_counter()
         ids = [f"{name}-{row:07d}" for row in range(len(vectors))]
-        facts = material.write_shard(directory / name, ids, passages, vectors.astype(np.float16))
+        facts = write_shard(directory / name, ids, passages, vectors.astype(np.float16))
         print(f"{name}: {facts.factory} built in {time.perf_counter() - began:.0f} s", flush=True)
         saved.write_text(json.dumps(asdict(facts)))
     return ShardFacts.from_json(json.loads(saved.read_text()))

@@ -38,6 +38,7 @@ from serving_http import free_port
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.retrieval.shards import Build, shard_of
 from infembed_ray.retrieval.versions import IndexFacts
+from tests.support.shards import write_shard
 
 DIMENSION, SHARDS, WORDS = 384, 2, 40
 SAMPLE_S, TIMEOUT_S = 0.25, 120.0
@@ -77,7 +78,7 @@ def make(root: Path, passages: int) -> None:
     for number in range(SHARDS):
         rows = np.flatnonzero(of == number)
         mine = [ids[row] for row in rows], [texts[row] for row in rows], vectors[rows]
-        facts.append(material.write_shard(root / f"shard-{number:05d}", *mine, build=Build(shards=SHARDS)))
+        facts.append(write_shard(root / f"shard-{number:05d}", *mine, build=Build(shards=SHARDS)))
     described = IndexFacts(
         encoder=encoder.fingerprint(),
         model=material.minilm(),
