@@ -1,11 +1,19 @@
 """Terms of texts for BM25: words in lower case without stopwords, stemmed, as bm25s makes them."""
 
+import sys
+
 import Stemmer
-from bm25s.tokenization import Tokenizer
 
 from infembed_ray.config.base import nearest
 from infembed_ray.config.evaluation import Bm25
 from infembed_ray.errors import InputError
+
+_jax = sys.modules.setdefault("jax", None)  # type: ignore[arg-type]  # bm25s starts it, and it takes 75 % of a GPU's memory
+import bm25s as bm25s  # noqa: E402
+from bm25s.tokenization import Tokenizer  # noqa: E402
+
+if _jax is None:
+    del sys.modules["jax"]
 
 WORD = r"(?u)\b\w\w+\b"
 """A term before stemming: two or more letters or digits, in lower case."""

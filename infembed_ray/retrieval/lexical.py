@@ -26,9 +26,7 @@ _DOCUMENTS, _LENGTH = b"documents", b"average_length"
 
 def write(directory: Path, texts: Iterable[str]) -> None:
     """Write the terms and postings of a shard's passages, in the order of its rows. The terms of all passages are in memory."""
-    import bm25s
-
-    from infembed_ray.modeling.terms import tokenizer
+    from infembed_ray.modeling.terms import bm25s, tokenizer
 
     terms = tokenizer(BM25)
     documents = list(terms.streaming_tokenize(texts, allow_empty=False))

@@ -1,13 +1,12 @@
 """BM25 by bm25s: one process indexes and ranks a whole task."""
 
-import bm25s
 import numpy as np
 
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.evaluation.metrics import Run, ranks
 from infembed_ray.evaluation.tasks.task import Task
 from infembed_ray.modeling.formats import query_text
-from infembed_ray.modeling.terms import tokenizer
+from infembed_ray.modeling.terms import bm25s, tokenizer
 
 
 def rank(settings: RetrieverSettings, task: Task, depth: int) -> Run:
