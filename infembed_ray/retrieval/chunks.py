@@ -56,13 +56,18 @@ class Cutter:
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer, settings: IndexSettings) -> Cutter | None:
-        """The cutter of an index; None: passages are not cut. InputError if the encoder would truncate chunks."""
+        """The cutter of an index; None: passages are not cut. InputError if the encoder would truncate chunks, or their prefix fills them."""
         if settings.chunk_tokens is None:
             return None
         if settings.chunk_tokens > (most := tokenizer.text.passage_length):
             fault = f"the encoder reads {most} tokens of a passage"
             raise InputError.of("chunk_tokens", settings.chunk_tokens, fault, f"set at most {most}")
-        return cls(tokenizer, settings.chunk_tokens, settings.chunk_overlap)
+        cutter = cls(tokenizer, settings.chunk_tokens, settings.chunk_overlap)
+        prefix = len(cutter._encoded([tokenizer.text.passage_prefix])[0].ids)
+        if prefix > settings.chunk_tokens // 2:
+            fault = f"passage_prefix and special tokens take {prefix} of them"
+            raise InputError.of("chunk_tokens", settings.chunk_tokens, fault, f"set at least {2 * prefix}")
+        return cutter
 
     def cut(self, text: str) -> Bounds:
         """Cut a passage, which is not empty; one that the encoder reads whole is one chunk."""

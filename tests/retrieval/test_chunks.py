@@ -200,6 +200,10 @@ def test_chunks_that_cannot_be_are_refused_before_work(minilm: str, tmp_path: Pa
         InputError, match="chunk_tokens=257: the encoder reads 256 tokens of a passage; set at most 256"
     ):
         Index.build(["a"], encoder, tmp_path, chunk_tokens=257)
+    prefixed = InstructionEncoder.from_pretrained(minilm, passage_prefix="word " * 20)
+    fault = "chunk_tokens=32: passage_prefix and special tokens take 22 of them; set at least 44"
+    with pytest.raises(InputError, match=fault):
+        Index.build(["a"], prefixed, tmp_path, chunk_tokens=32)
     common = {"corpus": "c", "model": "m", "output": "milvus+http://127.0.0.1:1/a"}
     with pytest.raises(InputError, match="chunk_tokens=64: is for FAISS shards"):
         prepare_engine(IndexSettings(**common, chunk_tokens=64))

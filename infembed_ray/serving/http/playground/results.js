@@ -121,8 +121,9 @@ function item(hit, rank, { kind, mark, words }, length, why) {
   part("move").title = words;
   part("move").setAttribute("role", "img");
   part("move").setAttribute("aria-label", words);
-  const start = lead(hit.text, LEAD);
-  part("text").append(start, ...(start.length < hit.text.length ? [element("span", "rest", hit.text.slice(start.length))] : []));
+  const { text } = hit.chunk ?? hit; // a long passage shows its best chunk
+  const start = lead(text, LEAD);
+  part("text").append(start, ...(start.length < text.length ? [element("span", "rest", text.slice(start.length))] : []));
   offer(li, { id: hit.id, rank, ...why });
   part("more").addEventListener("click", ({ currentTarget: button }) => {
     const whole = li.classList.toggle("whole");
