@@ -1,6 +1,6 @@
-"""The functions of the public API: the stages that `infembed` runs, and the reader of records.
+"""The functions of the public API: the stages that `infembed` runs, and a reader of records.
 
-A stage takes its settings as keywords, as a mapping, or as a settings object; keywords replace the values of the other two.
+A stage accepts its settings as keywords, as a mapping, or as a settings object; keywords replace the values of the other two.
 Nested settings are settings objects or mappings. Paths may be `Path` objects.
 """
 
@@ -37,20 +37,20 @@ def load_records(path: str | Path, split: str | None = None) -> list[Record]:
     ```
 
     Args:
-        path: path or URI of the file, the directory or the output.
-        split: load only the records of this split; None: all.
+        path: path or URI of the file, directory or output.
+        split: load only the records of this split; None loads all.
 
     Returns:
         The records in the order of their files.
 
     Raises:
-        InputError: there is no such file, or a row is invalid.
+        InputError: the file does not exist, or a row is invalid.
     """
     return tables.read(find_input(str(path), "records"), Record, "records", split=split)
 
 
 def synthesize(settings: SynthesizeSettings | Mapping[str, Any] | None = None, /, **keywords: Any) -> Published:
-    """Make InF-IR records from seeds, as `infembed synthesize`; needs Ray.
+    """Make InF-IR records from seeds, like `infembed synthesize`; needs Ray.
 
     ```python
     from infembed_ray import synthesize
@@ -70,13 +70,13 @@ def synthesize(settings: SynthesizeSettings | Mapping[str, Any] | None = None, /
         The output, with `records.parquet`; `manifest["counts"]` counts seeds by outcome.
 
     Raises:
-        InputError: as `infembed synthesize`; nothing is published then.
+        InputError: `infembed synthesize` would fail; nothing is published.
     """
     return _run("synthesize", settings, keywords)
 
 
 def train(settings: TrainSettings | Mapping[str, Any] | None = None, /, **keywords: Any) -> Published:
-    """Train an encoder on records, as `infembed train`; needs Ray unless `launcher="process"`.
+    """Train an encoder on records, like `infembed train`; needs Ray unless `launcher="process"`.
 
     ```python
     from infembed_ray import InstructionEncoder, train
@@ -94,13 +94,13 @@ def train(settings: TrainSettings | Mapping[str, Any] | None = None, /, **keywor
         The output, with the checkpoint at its `address`.
 
     Raises:
-        InputError: as `infembed train`; nothing is published then.
+        InputError: `infembed train` would fail; nothing is published.
     """
     return _run("train", settings, keywords)
 
 
 def evaluate(settings: EvaluateSettings | Mapping[str, Any] | None = None, /, **keywords: Any) -> Published:
-    """Evaluate models on tasks, as `infembed evaluate`; needs Ray.
+    """Evaluate models on tasks, like `infembed evaluate`; needs Ray.
 
     ```python
     from infembed_ray import evaluate
@@ -117,13 +117,13 @@ def evaluate(settings: EvaluateSettings | Mapping[str, Any] | None = None, /, **
         The output, with `table.md`, `report.html` and the runs.
 
     Raises:
-        InputError: as `infembed evaluate`; nothing is published then.
+        InputError: `infembed evaluate` would fail; nothing is published.
     """
     return _run("evaluate", settings, keywords)
 
 
 def build_index(settings: IndexSettings | Mapping[str, Any] | None = None, /, **keywords: Any) -> Published:
-    """Build an index of a corpus on a cluster, as `infembed index`; needs Ray. `Index.build` builds one in this process.
+    """Build an index of a corpus on a cluster, like `infembed index`; needs Ray. `Index.build` builds one in this process.
 
     ```python
     from infembed_ray import Index, build_index
@@ -139,7 +139,7 @@ def build_index(settings: IndexSettings | Mapping[str, Any] | None = None, /, **
         The output, with the index that `Index.open` opens.
 
     Raises:
-        InputError: as `infembed index`; nothing is published then.
+        InputError: `infembed index` would fail; nothing is published.
     """
     return _run("index", settings, keywords)
 

@@ -2,7 +2,7 @@
 
 `AsyncClient` has the same methods with `await`. A request that is rejected for load, or that does not reach the server, is
 retried until `timeout_s` is over. The pause is the server's `Retry-After` plus exponential backoff with full jitter, so clients
-that were rejected together do not return together. Every request is idempotent, so a retry is always safe.
+that were rejected together do not retry together. Every request is idempotent, so a retry is always safe.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ApiError(ClientError):
         status: HTTP status.
         message, type, param, code: fields of an OpenAI error object; `param` names the faulty field.
         request_id: id of the request in the server's log.
-        retry_after_s: pause that the server asks for; 0 if it asks for none.
+        retry_after_s: pause in seconds that the server asks for; 0 if none.
     """
 
     status: int
@@ -65,7 +65,7 @@ class ApiError(ClientError):
 
 
 class Unreachable(ClientError):
-    """No answer arrived within `timeout_s`; `__cause__` is the last failure."""
+    """No answer arrived within `timeout_s`; `__cause__` holds the last failure."""
 
 
 def _api_error(answer: httpx2.Response) -> ApiError:
@@ -153,11 +153,11 @@ def _embed(
     """Embed texts as unit vectors.
 
     Args:
-        texts: at most 2,048.
+        texts: at most 2,048 texts.
         instruction: conditions besides the topic; makes every text a query.
         input_type: None means "query" with an instruction, else "passage".
         dimensions: keep this many leading components and normalise again; None keeps all.
-        model: must be the name of the served model, if given.
+        model: name of the served model, which the server checks; None skips the check.
 
     Returns:
         The unit vectors, (texts, dimensions) float32, in the order of the texts.
@@ -204,13 +204,13 @@ def _search(
         filter: conditions on metadata fields, such as `{"year": {"gte": 2020}, "language": "en"}`.
         hybrid: share of BM25 in the score, 0 to 1; None: the server's default.
         min_sequence: wait until the answer includes the change with this sequence number, which `put` or `delete` returned.
-        rerank: re-rank the first hits by the server's reranker; None: the server's default.
-        model: must be the name of the served model, if given.
+        rerank: re-rank the first hits with the server's reranker; None: the server's default.
+        model: as `embed`.
         collection: name of the collection; None means the default one.
         explain: also return the effect of the instruction and of each of its phrases on every hit; for at most 20 hits.
 
     Returns:
-        The hits, best first, with the index version and the last change that they include. `notes` names what the answer lacks.
+        The hits, best first, with the index version and the last change that they include. `notes` lists what the answer lacks.
 
     Raises:
         ApiError, Unreachable: as `embed`.
@@ -225,7 +225,7 @@ def _put(documents: Iterable[Document], *, collection: str | None = None) -> _Re
     """Add at most 1,000 documents, or replace those with the same ids. The change is durable when this returns.
 
     Args:
-        documents: with distinct ids.
+        documents: documents with distinct ids.
         collection: as `search`.
 
     Returns:
@@ -239,7 +239,7 @@ def _put(documents: Iterable[Document], *, collection: str | None = None) -> _Re
 
 
 def _delete(ids: Iterable[str], *, collection: str | None = None) -> _Request[int]:
-    """Delete at most 1,000 documents; unknown ids are allowed. `collection`, result and errors are as of `put`."""
+    """Delete at most 1,000 documents; unknown ids are no error. `collection`, result and errors: as `put`."""
     if isinstance(ids, str):
         raise TypeError("ids: must be a list of ids, not one id")
     return _Request("DELETE", _path("documents", collection), lambda body: int(body["sequence"]), {"ids": list(ids)})
@@ -329,7 +329,7 @@ class Client:
     Args:
         base_url: address of the server, with or without `/v1`.
         api_key: None reads the environment variable INFEMBED_API_KEY, if it is set.
-        timeout_s: seconds of a call with all its attempts.
+        timeout_s: time limit of a call with all its attempts, in seconds.
         transport: another way to reach the server, for tests.
     """
 

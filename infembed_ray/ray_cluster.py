@@ -6,6 +6,7 @@ import os
 import socket
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,6 +64,7 @@ def connect(address: str | None = None) -> None:
     ray_compat.reload_core_config()
     ray_compat.pass_worker_logs_through(masked)
     _init(options)
+    warnings.filterwarnings("ignore", "`ray_remote_args_fn` is deprecated")  # only it bounds restarts in Ray 2.60
     # Our progress lines replace Ray Data's progress bars.
     data = ray.data.DataContext.get_current()
     data.enable_progress_bars = False

@@ -151,13 +151,13 @@ def inter_sample_ngram_frequency(frequencies: Sequence[Mapping[tuple[str, ...], 
 
 
 def coverage(kind: str, embeddings: Mapping[str, np.ndarray]) -> Section:
-    """Project the embeddings of all sets to one plane.
+    """Project the embeddings of all sets to one plane, and count the grid cells that each set occupies.
 
     Args:
         embeddings: label -> (n, d) vectors, with the same n for all sets.
 
     Returns:
-        `explained` shares of the variance along the axes, occupied grid `cells`, and per set its cells and its `points` in [0, 1].
+        `explained`: share of the variance along each axis; `cells`: occupied grid cells; `sets`: cells and `points` in [0, 1] of each set.
     """
     points, explained = principal_plane(np.concatenate(list(embeddings.values())))
     low, high = points.min(axis=0), points.max(axis=0)

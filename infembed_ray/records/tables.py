@@ -335,5 +335,8 @@ def mapping(
         found = ", ".join(map(str, present))
         found = found if len(found) < 300 else f"{found[:300]} ..."
         fault = f"no column {', '.join(missing.values())} (found: {found})"
-        raise InputError.of(name, path, fault, f"set {', '.join(f'columns.{own}=<its name>' for own in missing)}")
+        source = name.removesuffix("path") if name.startswith("sources.") else ""
+        mapped = ", ".join(f"{source}columns.{own}=<its name>" for own in missing)
+        has_map = columns or source or name in ("corpus", "seeds")
+        raise InputError.of(name, path, fault, f"set {mapped}" if has_map else "rename the columns of the file")
     return column_of

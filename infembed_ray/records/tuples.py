@@ -130,7 +130,7 @@ def _columns_of(present: Collection[str], where: str, columns: Columns) -> dict[
         missing = [name for name in candidates if name not in present]
         if missing or (own in ("query", "positives") and not candidates):
             fault = f"no column {', '.join(missing) or own} (found: {', '.join(map(str, present))})"
-            raise InputError(f"{where}: {fault}; set columns.{own}=<its name>")
+            raise InputError(f"{where}: {fault}; set columns.{own}=<its name> (train: sources.NAME.columns.{own})")
         theirs[own] = candidates
     several = [own for own, names in theirs.items() if len(names) > 1 and own not in (*_PASSAGES, *_SCORES)]
     if several:

@@ -112,7 +112,10 @@ def test_only_the_provenance_that_synthesis_writes_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"id": "a", "query_positive": "q"}', "no column instruction_positive, instruction_negative, "),
+        (
+            '{"id": "a", "query_positive": "q"}',
+            "no column instruction_positive, instruction_negative, .*; rename the columns of the file$",
+        ),
         ("", "has no rows"),
     ],
 )

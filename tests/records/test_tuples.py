@@ -110,7 +110,7 @@ def test_a_column_map_joins_several_columns(tmp_path):
         (
             [{"question": "q", "positives": ["p"]}],
             {},
-            r"no column query \(found: question, positives\); set columns.query",
+            r"no column query \(found: question, positives\); set columns.query=<its name> \(train: sources.NAME.columns.query\)",
         ),
         ([ROW], {"positives": "answers"}, r"no column answers \(found: query, positives\); set columns.positives="),
         (

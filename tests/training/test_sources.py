@@ -117,7 +117,10 @@ def test_a_source_of_weight_0_may_lack_what_the_objective_needs(files):
             {"sources": {"a": {"path": "infir", "columns": {"document_positive": ["a", "b"]}}}},
             "columns.document_positive=['a', 'b']: a column of InF-IR records is one text",
         ),
-        ({"sources": {"a": {"path": "plain"}}}, "hard_negative_document_2 (found: question, answers)"),
+        (
+            {"sources": {"a": {"path": "plain"}}},
+            "(found: question, answers); set sources.a.columns.query_positive=<its name>, ",
+        ),
         (
             {"sources": {"a": {"path": "plain", "columns": {"query": "question"}}}},
             "no column positives (found: question",

@@ -55,10 +55,10 @@ def rank(settings: RetrieverSettings, task: Task, depth: int) -> dict[str, dict[
 
 
 def coverage(task: Task, run: Run, model: str) -> dict[str, int]:
-    """Count the judged queries of a task, those of them without results, and the ranked documents that its corpus lacks.
+    """Count a task's judged queries, the judged queries without results, and the ranked documents that the corpus lacks.
 
     Raises:
-        InputError: the corpus lacks all documents of the run at `model`.
+        InputError: the corpus has no document of the run at `model`.
     """
     judged = [query.id for query in task.queries if query.id in task.qrels]
     documents = {document for ranking in run.values() for document in ranking}

@@ -1,4 +1,4 @@
-"""The published tasks by name (catalogue.yaml), and loading of all tasks: published ones, data sets of the hub, your own."""
+"""The published tasks by name (catalogue.yaml), and the loader of all tasks: published, from the hub, or your own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from infembed_ray.storage.places import Place, errors_at
 from infembed_ray.storage.steps import open_place
 
 AS_PAPER = "@paper"
-"""Ends the names of benchmarks and tasks under the paper's protocol, where that differs from ours: `followir@paper`."""
+"""Suffix of benchmarks and tasks under the paper's protocol, where it differs from ours: `followir@paper`."""
 _HUB_NAME = re.compile(r"(?P<repository>[\w-]+/[\w.-]+)(/(?P<split>\w+))?")
 _READERS: Mapping[str, Callable[..., Task]] = {
     "followir": layouts.read_followir,
@@ -34,7 +34,7 @@ _READERS: Mapping[str, Callable[..., Task]] = {
     "excluir": layouts.read_excluir,
     "own": layouts.read_repository,
 }
-"""Layout in catalogue.yaml -> its reader."""
+"""Layout in catalogue.yaml -> function that reads it."""
 
 
 # ------------------------------------------------------------------------------------------- the paper's protocol
@@ -47,7 +47,7 @@ def _swap_judgements(task: Task, _: TaskEntry) -> Task:
 
 
 def _instruct(task: Task, entry: TaskEntry) -> Task:
-    """Give every query the instruction of its subset; `others` is that of subsets without their own."""
+    """Give every query the instruction of its subset; subsets without one use `others`."""
     subset, instructions = entry.options["subset"], _LISTED["bright"]["instructions"]
     instruction = instructions.get(subset, instructions["others"]).format(subset=subset)
     queries = tuple(replace(query, instruction=instruction) for query in task.queries)
@@ -63,7 +63,7 @@ DIFFERENCES: Mapping[str, tuple[str, Callable[[Task, TaskEntry], Task]]] = {
     "bright": ("every query has the instruction of its subset", _instruct),
     "instructir": ("Robustness over queries of equal text", _group_by_text),
 }
-"""Layout -> how the paper's protocol differs from ours, in words, as results record it, and the change of a task.
+"""Layout -> how the paper's protocol differs from ours, as results record it, and the function that changes a task.
 docs/reproduction.md has the sources."""
 
 
@@ -79,9 +79,9 @@ class TaskEntry:
     title: str
     """Its name in tables."""
     repositories: tuple[str, ...]
-    """Repositories of the hub that it reads."""
+    """Repositories of the hub that the reader needs."""
     revision: str | None
-    """Their commit; None: unknown, so the newest is downloaded."""
+    """Commit of the repositories; None: unknown, so the newest is downloaded."""
     layout: str
     """Key of `_READERS`."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -109,9 +109,9 @@ def expand(names: Iterable[str]) -> list[str]:
 
 
 def find(name: str) -> TaskEntry | None:
-    """Return the published task or the data set of the hub (`OWNER/NAME`, `OWNER/NAME/SPLIT`) of a name.
+    """Return the published task or the data set of the hub (`OWNER/NAME`, `OWNER/NAME/SPLIT`) with this name.
 
-    None: it is a path or a URI; InputError if it is none of these.
+    Return None for a path or a URI; InputError if the name is none of these.
     """
     if name in TASKS:
         return TASKS[name]
@@ -132,7 +132,7 @@ def find(name: str) -> TaskEntry | None:
 
 
 def _benchmark(name: str, values: Mapping[str, Any], suffix: str) -> Benchmark:
-    """Make a benchmark under our protocol, or under the paper's, which has a suffix."""
+    """Make a benchmark under our protocol, or with a suffix under the paper's."""
     title = values["title"] + (", as the paper" if suffix else "")
 
     def entry(key: str, own: Mapping[str, Any]) -> TaskEntry:
@@ -158,11 +158,11 @@ def _benchmark(name: str, values: Mapping[str, Any], suffix: str) -> Benchmark:
 
 
 _OPTIONS = ("measure", "config", "language", "instruction", "levels", "download")
-"""Values of the catalogue that are arguments of readers."""
+"""Keys of the catalogue that are arguments of readers."""
 _IDENTICAL = frozenset(
     f"{owner}/{name}" for owner in ("mteb", "beir") for name in ("arguana", "quora", "fiqa", "fever", "msmarco")
 ) | {"if-ir/fiqa"}
-"""Data sets whose queries can be documents too; mteb leaves out the document with the query's own id of the same ones."""
+"""Data sets whose queries can be documents too. As in mteb, the document with the query's id is left out."""
 _LISTED = yaml.safe_load(Path(__file__).with_name("catalogue.yaml").read_text(encoding="utf-8"))
 
 BENCHMARKS: Mapping[str, Benchmark] = {
@@ -187,14 +187,14 @@ def load(
     """Read and check a task.
 
     Args:
-        name: a published task, perhaps as the paper, a data set of the hub, or what `layouts.read_own` takes.
-        data: directory or URI with repositories of the hub, `DIR/OWNER/NAME`; None: they are downloaded.
-        measures: as `with_measures` takes them.
-        identical: leave out the document with a query's own id; None: of the data sets that the catalogue lists.
-        reject: leave out rows that cannot be used; `bad` takes them.
+        name: a published task, perhaps with `@paper`, a data set of the hub, or what `layouts.read_own` reads.
+        data: directory or URI with the hub's repositories, as `DIR/OWNER/NAME`; None downloads them.
+        measures: as in `with_measures`.
+        identical: leave out the document with a query's own id; None: only for the data sets in `_IDENTICAL`.
+        reject: leave out unusable rows, and add them to `bad`.
 
     Raises:
-        InputError: there is no such task, or its data are missing or inconsistent.
+        InputError: the task does not exist, or its data are missing or inconsistent.
     """
     entry = find(name)
     if entry is None:
@@ -231,9 +231,9 @@ def _published(entry: TaskEntry, data: Place | None, reject: bool) -> tuple[Task
 
 
 def with_measures(task: Task, measures: Sequence[str], keep: bool = True) -> Task:
-    """Add figures of these measures, over the queries that the task's figures count.
+    """Add figures of these measures, over the queries that the task's own figures count.
 
-    Robustness@k is left out without groups of queries. `keep=False` keeps only p-MRR and Robustness@10 of its own figures.
+    Without groups of queries, Robustness@k is left out. With `keep=False`, only p-MRR and Robustness@10 of the task's figures stay.
     """
     kinds = {figure.kind for figure in task.figures if figure.measure != "p-MRR"}
     kind = kinds.pop() if len(kinds) == 1 else None

@@ -129,7 +129,7 @@ def read_measured(
 ) -> Task:
     """Read a task whose figure is one measure: IFIR (Song et al., 2025), BRIGHT-Pro (Zhao et al., 2026).
 
-    `instruction` is that of queries without one. IFIR's query ids name one of `levels`, which have figures of their own.
+    Queries without an instruction get `instruction`. IFIR's query ids name one of `levels`; each level has its own figure.
     """
     task = read_judged(repository)
     level_of = {query.id: next((level for level in levels if level in query.id), "") for query in task.queries}
