@@ -95,6 +95,8 @@ def found_in(path: Place, name: str, columns: Columns, split: str | None = None)
     row: dict[str, Any] = next(raw_rows(first, name), {})
     if "query_positive" in columns or ("query_positive" in row and not {"query", "positives"} & columns.keys()):
         return False
+    if row and not columns and not row.keys() & {field.name for field in fields(Record) if field.name != "id"}:
+        return True  # `stream` names the columns of a tuple that are missing, which are fewer
     return any(key in columns or {key, *ALIASES[key]} & row.keys() for key in ("query", "positives"))
 
 

@@ -119,7 +119,7 @@ def test_a_source_of_weight_0_may_lack_what_the_objective_needs(files):
         ),
         (
             {"sources": {"a": {"path": "plain"}}},
-            "(found: question, answers); set sources.a.columns.query_positive=<its name>, ",
+            "no column query (found: question, answers); set columns.query=<its name> (train: sources.NAME.columns.query)",
         ),
         (
             {"sources": {"a": {"path": "plain", "columns": {"query": "question"}}}},
