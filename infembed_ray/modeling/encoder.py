@@ -206,8 +206,7 @@ class InstructionEncoder(nn.Module):
         inputs = layout.backbone_inputs(backbone)
         if self.causal:
             inputs["use_cache"] = False  # nothing follows these tokens, so their keys and values are not needed
-        states: Tensor = backbone(**inputs).last_hidden_state
-        return states
+        return backbone(**inputs).last_hidden_state
 
     @property
     def texts(self) -> TextTokenizer:
@@ -321,8 +320,7 @@ class InstructionEncoder(nn.Module):
     ) -> np.ndarray:
         """Embed texts, or a single str."""
         if isinstance(texts, str):
-            vector: np.ndarray = self._encode([texts], tokenize, batch_tokens, show_progress_bar)[0]
-            return vector
+            return self._encode([texts], tokenize, batch_tokens, show_progress_bar)[0]
         embeddings = np.zeros((len(texts), self.dimension), dtype=np.float32)
         was_training = self.training
         self.eval()

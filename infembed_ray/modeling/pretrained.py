@@ -283,14 +283,13 @@ def cached(model: str, file: str, revision: str | None = None) -> str | None:
         return local if Path(local := f"{model}/{file}").is_file() else None
     from transformers.utils import cached_file
 
-    path: str | None = cached_file(
+    return cached_file(
         model,
         file,
         revision=revision,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return path
 
 
 def read_json(model: str, name: str, revision: str | None = None, kind: type = dict) -> Any:

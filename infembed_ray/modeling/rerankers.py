@@ -112,8 +112,7 @@ class ModelReranker(PairScorer):
     def relevance(self, inputs: Sequence[dict[str, list[int]]]) -> np.ndarray:
         """Score tokenized pairs in one forward pass: (n) float32."""
         batch = self.tokenizer.pad(list(inputs), return_tensors="pt").to(self._device)
-        scores: np.ndarray = self._relevance(batch).float().cpu().numpy()
-        return scores
+        return self._relevance(batch).float().cpu().numpy()
 
     @abstractmethod
     def _tokenize(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:

@@ -263,8 +263,7 @@ class Work:
 
     def counts(self, shard: int) -> dict[str, int] | None:
         """The `vectors` of a shard, and the passages for which the base has them (`reused`); None before it is sorted."""
-        counts: dict[str, int] | None = read_json(self._file(shard, SORTED_FILE))
-        return counts
+        return read_json(self._file(shard, SORTED_FILE))
 
     def sort(self, shard: int, parts: int, rows: int, base: Base | None) -> None:
         """Sort the passages of a shard by id, and write the vectors that `base` has. Only ids are held in memory.
@@ -320,8 +319,7 @@ class Work:
 
     def vectors(self, block: Block) -> np.ndarray:
         """Read the vectors of a block, (count, dimension)."""
-        vectors: np.ndarray = np.load(io.BytesIO(read_binary(self.root / block.name)))
-        return vectors
+        return np.load(io.BytesIO(read_binary(self.root / block.name)))
 
     def gather(self, shard: int, blocks: Sequence[Block], directory: Path) -> None:
         """Write the passages and the vectors of a shard, from its blocks in order, into a directory of this machine."""

@@ -453,8 +453,7 @@ def served_release() -> ReleaseSpec | None:
     if application is None or INGRESS not in application.deployments:
         return None
     ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
-    release: ReleaseSpec | None = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)[0]
-    return release
+    return ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)[0]
 
 
 def _wait_until_served(release: ReleaseSpec, times: int) -> None:

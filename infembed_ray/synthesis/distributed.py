@@ -171,8 +171,7 @@ def _run_rows(job: Job, step: Step, outputs: Outputs, spent_usd: float) -> Ledge
 def _stats(coordinator: Any) -> LedgerStats | None:
     """Return the state of the run; None if the coordinator is lost, which the actors report."""
     with contextlib.suppress(ray.exceptions.RayError):
-        stats: LedgerStats = ray.get(coordinator.stats.remote())
-        return stats
+        return ray.get(coordinator.stats.remote())
     return None
 
 

@@ -170,8 +170,7 @@ def load(settings: RetrieverSettings, device: str = "cpu", batch_tokens: int | N
     settings = settings.model_copy(update=copies)
     module, name = _CLASSES[settings.kind]
     retriever = getattr(importlib.import_module(f"infembed_ray.{module}"), name)
-    made: Retriever = retriever(settings, *(() if settings.kind == "api" else (device, batch_tokens)))
-    return made
+    return retriever(settings, *(() if settings.kind == "api" else (device, batch_tokens)))
 
 
 def rank(settings: RetrieverSettings, task: Task, depth: int) -> Run:

@@ -117,8 +117,7 @@ class ApiRoute(APIRoute):
                     parsed = model.model_validate_json(body)
                 except ValidationError as error:
                     raise invalid(error) from None  # the error's text contains the body's
-                response: Response = await self.endpoint(parsed, request)
-                return response
+                return await self.endpoint(parsed, request)
 
         async def answer_in_time(request: Request) -> Response:
             timeout_s: float = request.app.state.request_timeout_s
