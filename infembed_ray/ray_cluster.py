@@ -163,7 +163,6 @@ def _require_listening(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
     except OSError as error:
-        raise InputError(
-            f"RAY_ADDRESS={address}: no cluster listens there ({error.strerror or error}); start it, or unset RAY_ADDRESS to "
-            "run on this machine alone"
-        ) from error
+        fault = f"no cluster listens there ({error.strerror or error})"
+        remedy = "start it, or unset RAY_ADDRESS to run on this machine alone"
+        raise InputError.of("RAY_ADDRESS", address, fault, remedy) from error

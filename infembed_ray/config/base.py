@@ -112,9 +112,8 @@ class Settings(BaseModel):
         A setting `..._env` names the variable with a secret, and is easily given the secret itself.
         """
         if str(info.field_name).endswith("_env") and isinstance(value, str) and not _VARIABLE.fullmatch(value):
-            raise ValueError(
-                "no name of an environment variable; give a name in capitals such as OPENAI_API_KEY, not a secret"
-            )
+            remedy = "give a name in capitals such as OPENAI_API_KEY, not a secret"
+            raise ValueError(f"no name of an environment variable; {remedy}")
         if holds_credentials(value):
             variables = [f"the variable that `{name}` names" for name in cls.model_fields if name.endswith("_env")]
             raise ValueError(where_they_belong(value, *variables[:1]))

@@ -71,10 +71,8 @@ class PipelineSettings(Settings):
             raise ValueError(f"evaluate.gate={evaluate.gate}: not a label of evaluate.models; give one, or null")
         same_records = train and evaluate and self.maker(*HELD_OUT) and self.maker("train", "records")
         if train and evaluate and same_records and train.split in (None, evaluate.split):
-            raise ValueError(
-                f"train.split={train.split or 'null'}: would train on the records of evaluate.split={evaluate.split}; "
-                "set train.split to another split"
-            )
+            fault = f"would train on the records of evaluate.split={evaluate.split}; set train.split to another split"
+            raise ValueError(f"train.split={train.split or 'null'}: {fault}")
         return self
 
     @property

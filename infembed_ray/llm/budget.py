@@ -92,10 +92,10 @@ def _journaled_usd(journal: Place, table: PriceTable) -> float:
     for model, completion in JournalStats().read(sources(journal)):
         usd = table.usd(model, completion)
         if usd is None and table.price(model) is None:
-            raise InputError(
-                f"journal={journal}: it holds answers of {model}, whose price is unknown, so what is left of "
-                "limits.budget_usd is unknown; give its prices in a file and set prices=FILE"
+            fault = (
+                f"it holds answers of {model}, whose price is unknown, so what is left of limits.budget_usd is unknown"
             )
+            raise InputError.of("journal", journal, fault, "give its prices in a file and set prices=FILE")
         spent += usd or 0.0  # tokens that were not counted are in the note, at their worst case
     return spent
 

@@ -332,9 +332,8 @@ def load(
     own = read_json(model, OWN_CONFIG)
     native = native or bool(own)  # `checkpoint_writer.write` wrote it
     if own.get("head") == "score":
-        raise InputError(
-            f"{setting}: is a reranker without embeddings; evaluate it with kind=classifier, or give an encoder"
-        )
+        remedy = "evaluate it with kind=classifier, or give an encoder"
+        raise InputError.of("model", model, "is a reranker without embeddings", remedy)
     remedy = "set bidirectional=true or false, as its model card says, to load the class of transformers instead, or "
     configs = [pretrained.config(model, setting, tower, native=native, remedy=remedy) for tower in towers]
     tokenizer = pretrained.tokenizer(model, setting, towers[0], native=native, remedy=remedy)
@@ -416,6 +415,6 @@ def _saved_pooling(model: str, folder: str) -> PoolingMode:
     given = saved.get("pooling_mode") or [n for n, on in saved.items() if n.startswith("pooling_mode_") and on is True]
     modes = [given] if isinstance(given, str) else list(given) or ["mean"]
     if len(modes) > 1 or modes[0] not in POOLING_MODES:
-        fault = f"model={model}: pools by {' and '.join(map(str, modes))}; set pooling=mean, last or cls to override it"
-        raise InputError(fault)
+        fault = f"pools by {' and '.join(map(str, modes))}"
+        raise InputError.of("model", model, fault, "set pooling=mean, last or cls to override it")
     return POOLING_MODES[modes[0]]

@@ -395,8 +395,8 @@ class InstructionEncoder(nn.Module):
         count = 1 if isinstance(queries, str) else len(queries)
         each = [instructions] * count if instructions is None or isinstance(instructions, str) else instructions
         if len(each) != count:
-            fault = f"instructions: {len(each)} for {count} queries; give one for each query, or one str for all"
-            raise InputError(fault)
+            remedy = "give one for each query, or one str for all"
+            raise InputError.of("instructions", None, f"{len(each)} for {count} queries", remedy)
         asked = list(map(Question, [queries] if isinstance(queries, str) else queries, each))
         texts = exclusions.with_excluded(asked, self.exclusion_weight)
         vectors = exclusions.moved(

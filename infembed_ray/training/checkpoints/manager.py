@@ -323,20 +323,18 @@ class CheckpointManager:
             InputError: it was not, so that there is nothing to export; or an upload failed again, on every worker.
         """
         if not self._is_saved(progress):
-            raise InputError(
-                f"output={self.directory.parent}: the last checkpoint could not be saved; free disk space and run the same "
-                "command again, which resumes from the checkpoint before"
-            )
+            remedy = "free disk space and run the same command again, which resumes from the checkpoint before"
+            raise InputError.of("output", self.directory.parent, "the last checkpoint could not be saved", remedy)
         failed, self._not_stored = self._not_stored, []
         for checkpoint, own in failed:
             if checkpoint not in self._valid:
                 continue
             own = self._uploaded(checkpoint.tag, own)
             if fault := self._complete_in_store(checkpoint, own, from_all(own)):
-                raise InputError(
-                    f"output={self._remote}: checkpoint {checkpoint.tag} was not uploaded: {fault}; nothing was exported, and "
-                    f"each node keeps its files in {self.directory}; check the object store and run the same command again"
-                )
+                lost = f"checkpoint {checkpoint.tag} was not uploaded: {fault}"
+                kept = f"nothing was exported, and each node keeps its files in {self.directory}"
+                remedy = f"{kept}; check the object store and run the same command again"
+                raise InputError.of("output", self._remote, lost, remedy)
 
     def result(self) -> tuple[Path, Progress]:
         """Return directory and progress of the checkpoint to export; one worker calls it.
@@ -349,9 +347,8 @@ class CheckpointManager:
             if fault is None:
                 return self.directory / checkpoint.tag, checkpoint.progress
             self._warn(checkpoint.progress.step, f"checkpoint {checkpoint.tag} is not exported: {fault}")
-        raise InputError(
-            f"output={self._remote or self.directory.parent}: no undamaged checkpoint can be exported; check the disk and run again"
-        )
+        place = self._remote or self.directory.parent
+        raise InputError.of("output", place, "no undamaged checkpoint can be exported", "check the disk and run again")
 
     def stop_uploads(self) -> None:
         """Stop uploading the run's own files while they grow."""
