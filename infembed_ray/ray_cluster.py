@@ -108,10 +108,8 @@ def _init(options: dict[str, Any]) -> None:
         before = set(psutil.Process().children())
         try:
             # Only for a local cluster: when joining another cluster fails, Ray's core prints why and ends the process.
-            quiet = (
-                _without_lines(b"Set ray log level from environment variable") if local else contextlib.nullcontext()
-            )
-            with quiet:
+            noise = b"Set ray log level from environment variable"
+            with _without_lines(noise) if local else contextlib.nullcontext():
                 ray.init(**options)
             return
         except Exception as error:

@@ -170,8 +170,8 @@ def _run(options: argparse.Namespace) -> int | None:
         return load(command.function)(**values, **command.values)
     if "section" in values:
         print(load("cli.help:section")(command.settings, options.verb, options.section))
-        return None
-    _run_verb(options, command)
+    else:
+        _run_verb(options, command)
     return None
 
 

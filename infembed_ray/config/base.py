@@ -246,9 +246,8 @@ def kind_of(field: FieldInfo) -> Kind | None:
         for inner in get_args(part):
             yield from search(inner)
 
-    return next((data for data in field.metadata if isinstance(data, Kind)), None) or next(
-        search(field.annotation), None
-    )
+    own = (data for data in field.metadata if isinstance(data, Kind))
+    return next(own, None) or next(search(field.annotation), None)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

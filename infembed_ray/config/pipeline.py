@@ -87,10 +87,5 @@ class PipelineSettings(Settings):
             return None
         if (stage, setting) == HELD_OUT and section.split is None:
             return None
-        return next((made for made in WIRES[stage][setting] if self._makes(made)), None)
-
-    def _makes(self, stage: str) -> bool:
-        """Whether a stage makes an input of later ones; `analyze` does only with `clean`."""
-        return (
-            self.analyze is not None and self.analyze.clean if stage == "analyze" else getattr(self, stage) is not None
-        )
+        without = "analyze" if self.analyze and not self.analyze.clean else None  # it makes no records
+        return next((made for made in WIRES[stage][setting] if made in self.stages and made != without), None)

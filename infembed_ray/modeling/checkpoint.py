@@ -200,9 +200,8 @@ def files_digest(model: str) -> str | None:
     if not root.is_dir():
         return None
     folders = [root, *root.glob("*_Pooling"), *(root / tower for tower in _towers(str(root)) if tower)]
-    files = sorted(
-        file for folder in folders for file in folder.iterdir() if file.suffix in _MODEL_FILES and file.name != MANIFEST
-    )
+    every = (file for folder in folders for file in folder.iterdir())
+    files = sorted(file for file in every if file.suffix in _MODEL_FILES and file.name != MANIFEST)
     return fingerprint_files(files, relative_to=root)
 
 

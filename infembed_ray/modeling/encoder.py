@@ -367,10 +367,8 @@ class InstructionEncoder(nn.Module):
         Texts are truncated to `passage_length`. If the encoder has two backbones, the passage backbone embeds them.
         Arguments and result are those of `encode_passages`.
         """
-        tokenizer, most = self.texts, self.text.passage_length
-        return self._encode(
-            inputs, lambda texts: tokenizer.tokenize(texts, "passage", most), batch_tokens, show_progress_bar
-        )
+        tokenize = partial(self.texts.tokenize, side="passage", length=self.text.passage_length)
+        return self._encode(inputs, tokenize, batch_tokens, show_progress_bar)
 
     def encode_queries(
         self,
@@ -399,9 +397,8 @@ class InstructionEncoder(nn.Module):
             raise InputError.of("instructions", None, f"{len(each)} for {count} queries", remedy)
         asked = list(map(Question, [queries] if isinstance(queries, str) else queries, each))
         texts = exclusions.with_excluded(asked, self.exclusion_weight)
-        vectors = exclusions.moved(
-            asked, self._encode(texts, self._tokenize_questions, batch_tokens, show_progress_bar), self.exclusion_weight
-        )
+        encoded = self._encode(texts, self._tokenize_questions, batch_tokens, show_progress_bar)
+        vectors = exclusions.moved(asked, encoded, self.exclusion_weight)
         return vectors[0] if isinstance(queries, str) else vectors
 
     def _tokenize_questions(self, questions: Sequence[Question]) -> list[Tokens]:

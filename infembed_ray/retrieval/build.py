@@ -621,9 +621,8 @@ def encode_block(encoder: InstructionEncoder, work: Work, block: Block) -> int:
 
 def choose_build(settings: IndexSettings, sizes: Sequence[int], dimension: int) -> Build:
     """The index type of all shards, chosen for the largest."""
-    chosen = faiss_index.choose(
-        max(sizes), dimension, settings.memory_gib, settings.shards, settings.factory, settings.vectors
-    )
+    given = settings.memory_gib, settings.shards, settings.factory, settings.vectors
+    chosen = faiss_index.choose(max(sizes), dimension, *given)
     return Build(chosen, settings.memory_gib, settings.recall_floor, settings.shards, settings.lexical)
 
 

@@ -101,10 +101,8 @@ def _write_shard(root: Place, work: Compaction, number: int) -> ShardFacts:
         count = write_passages(directory / PASSAGES_FILE, columns, passages)
         vectors = (vectors for _, vectors in live.content())
         write_vectors(directory / VECTORS_FILE, vectors, count, facts.dimension, facts.vectors)
-        floor = settings.recall_floor
-        return build_shard(
-            directory, Build(settings.factory, settings.memory_gib, floor, settings.shards, settings.lexical)
-        )
+        limits = settings.memory_gib, settings.recall_floor
+        return build_shard(directory, Build(settings.factory, *limits, settings.shards, settings.lexical))
 
     with output_errors(str(root.parent)):
         return write_once(root, shard_name(number), write)

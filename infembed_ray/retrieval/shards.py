@@ -261,9 +261,8 @@ def build_shard(directory: Path, build: Build) -> ShardFacts:
         raise ValueError(f"{directory.name}: {passages} passages, {len(vectors)} vectors: must have the same length")
     factory = "Flat"
     if passages:
-        factory = faiss_index.choose(
-            len(vectors), vectors.shape[1], build.memory_gib, build.shards, build.factory, precision
-        )
+        limits = build.memory_gib, build.shards, build.factory, precision
+        factory = faiss_index.choose(len(vectors), vectors.shape[1], *limits)
     index = faiss_index.build(factory, vectors)
     searcher = Searcher(index, vectors)
     parameters, recall = calibrate(searcher)

@@ -401,9 +401,8 @@ class Step:
                 fault = "another run has just finished this output"
                 raise InputError.of("output", self.place, fault, "run again to use it")
             own = self.root / f".{self.identity}{STATE_SUFFIX}"
-            if not self.partial.exists() and (
-                others := [file for file in self.root.glob(f".*{STATE_SUFFIX}") if file != own]
-            ):
+            others = [file for file in self.root.glob(f".*{STATE_SUFFIX}") if file != own]
+            if others and not self.partial.exists():
                 other = others[0].name.removesuffix(STATE_SUFFIX).strip(".")
                 say(f"{self.stage}: starts from the beginning: the unfinished run {other} has other settings or inputs")
             staging = Staging(self.partial, self.remote)
