@@ -118,11 +118,10 @@ def _init(options: dict[str, Any]) -> None:
             failed = f"Ray failed to start ({options['address']}) after {time.monotonic() - started:.0f} s: {in_one_line(error)}"
             if attempt == 2:
                 logs = f"{os.environ.get('RAY_TMPDIR', tempfile.gettempdir())}/ray/session_latest/logs"
-                advice = (
-                    f"the machine is probably overloaded or out of memory; try again when it is less busy; Ray's logs are in {logs}"
-                    if local
-                    else "check RAY_ADDRESS, that Ray and Python have the cluster's versions, and the cluster's token"
-                )
+                advice = "check RAY_ADDRESS, that Ray and Python have the cluster's versions, and the cluster's token"
+                if local:
+                    busy = "the machine is probably overloaded or out of memory; try again when it is less busy"
+                    advice = f"{busy}; Ray's logs are in {logs}"
                 raise StartError(f"{failed}; this was the second attempt: {advice}") from error
             say(f"{failed}; trying once more")
 

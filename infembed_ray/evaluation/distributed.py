@@ -90,10 +90,9 @@ def _evaluate(
                 counts = runs.coverage(task, run, model.retriever.model)
                 covered.setdefault(model.label, {"coverage": {}})["coverage"][task.name] = counts
                 if counts["without_results"] or counts["unknown_documents"]:
-                    say(
-                        f"{model.label}: warning: {counts['without_results']} of {counts['judged_queries']} judged queries of "
-                        f"{task.name} have no results, {counts['unknown_documents']} documents are unknown"
-                    )
+                    missing = f"{counts['without_results']} of {counts['judged_queries']} judged queries of {task.name}"
+                    unknown = f"{counts['unknown_documents']} documents are unknown"
+                    say(f"{model.label}: warning: {missing} have no results, {unknown}")
             kept[task.name][model.label] = differences.keep(task, run)
             runs.write(directory, model.label, task.name, run)
             if task.name in controls:

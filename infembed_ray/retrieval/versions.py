@@ -313,7 +313,5 @@ def latest_of(step: Step) -> tuple[Place, IndexFacts] | None:
 def warn_of_changes(step: Step) -> None:
     """Warn if the version that is served has changes that a build will not have."""
     if (latest := latest_of(step)) and latest[1].lineage != step.identity and (last := change_log(*latest).last()):
-        say(
-            f"index: {latest[0].name} has {counted(last, 'segment')} of changes made through the API; this build has only the "
-            "corpus (`infembed index compact` keeps the changes)"
-        )
+        changes = f"{latest[0].name} has {counted(last, 'segment')} of changes made through the API"
+        say(f"index: {changes}; this build has only the corpus (`infembed index compact` keeps the changes)")

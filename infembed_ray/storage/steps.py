@@ -94,9 +94,8 @@ def find_input(value: str, name: str) -> Place:
         raise InputError.of(name, place, "no object has this name or begins with it", "check the path")
     remedy = ""
     if _JOB_COPY in place.parts:
-        remedy = (
-            "the upload of the job's working directory leaves out what .gitignore names; give an absolute path or a URI"
-        )
+        left_out = "the upload of the job's working directory leaves out what .gitignore names"
+        remedy = f"{left_out}; give an absolute path or a URI"
     elif _HUB_NAME.fullmatch(value):
         remedy = f"for a data set of the hub run `hf download {value} --repo-type dataset --local-dir DIR` and give DIR"
     raise InputError.of(name, value, "no such file or directory", remedy)

@@ -368,9 +368,10 @@ class _BatchRunner:
             say(f"synthesize: batches.rest=online: {what} and their rows' later steps are asked at full price")
             return
         if self._batches.rest == "stop" and not all(self._faults[key].refused for key in self._left):
+            online = "batches.rest=online to ask them and their rows' later steps at full price"
+            ways = f"set {online}, or batches.rest=dead_letter to do without these rows"
             raise RunFailure(
-                f"batches.rest=stop: there are {what}; run the same command to batch them again, or set batches.rest=online to ask "
-                f"them and their rows' later steps at full price, or batches.rest=dead_letter to do without these rows"
+                f"batches.rest=stop: there are {what}; run the same command to batch them again, or {ways}"
             )
         say(f"synthesize: {what}: their rows become dead letters")
         self.report.left_out = {key: self._faults[key].reason for key in self._left}

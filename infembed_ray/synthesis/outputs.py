@@ -72,9 +72,8 @@ class Outputs(contextlib.ExitStack):
         while next_outcome is not None:
             self._write(next_outcome)
             self._next += 1
-            row = self._waiting.execute(
-                "DELETE FROM waiting WHERE seed = ? RETURNING outcome", (self._next,)
-            ).fetchone()
+            taken = "DELETE FROM waiting WHERE seed = ? RETURNING outcome"
+            row = self._waiting.execute(taken, (self._next,)).fetchone()
             next_outcome = row and pickle.loads(row[0])
 
     def _write(self, outcome: Outcome) -> None:

@@ -293,11 +293,9 @@ def describe(settings: SynthesizeSettings) -> Iterator[str]:
     else:
         yield f"calls: {made.calls:,.0f} at most, if every record is kept and no answer is malformed{sample}"
         unbound = [f"{name}.max_tokens" for name, model in models(settings).items() if not model.max_tokens]
-        bound = (
-            f"at most {made.answer_tokens:,.0f} for answers"
-            if math.isfinite(made.answer_tokens)
-            else f"no bound for answers; set {' and '.join(unbound)}"
-        )
+        bound = f"at most {made.answer_tokens:,.0f} for answers"
+        if not math.isfinite(made.answer_tokens):
+            bound = f"no bound for answers; set {' and '.join(unbound)}"
         yield f"tokens: about {made.prompt_tokens:,.0f} for prompts, {bound}"
         if math.isfinite(made.usd):
             yield f"price: about {made.usd:,.2f} USD at most, at list prices of {table.as_of}"

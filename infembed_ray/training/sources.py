@@ -93,10 +93,8 @@ def write(settings: TrainSettings, places: Mapping[str, Place], file: Path, tall
     if settings.validation is not None:
         held, _ = held_out(settings.validation)
         if shared := overlapping(rows, held):
-            say(
-                f"train: warning: {shared} of the {len(held)} records of validation.records share their id, query or "
-                "positive passage with a training record"
-            )
+            records = f"{shared} of the {len(held)} records of validation.records"
+            say(f"train: warning: {records} share their id, query or positive passage with a training record")
     return rows
 
 

@@ -249,10 +249,8 @@ class CheckpointManager:
         step = checkpoint.progress.step
         failed = f"the checkpoint of step {step} was not saved: {error}"
         if self._failures > 1:
-            self.stopped = (
-                f"output={self.directory.parent}: {failed}, and the one before was not either; free disk space and run the "
-                "same command again, which resumes from the newest complete checkpoint"
-            )
+            remedy = "free disk space and run the same command again, which resumes from the newest complete checkpoint"
+            self.stopped = f"output={self.directory.parent}: {failed}, and the one before was not either; {remedy}"
         elif world()[0] == 0:
             self._warn(step, f"{failed}; training continues with the earlier checkpoints")
 
@@ -282,11 +280,8 @@ class CheckpointManager:
         if fault := from_first(fault):
             self._not_stored.append((checkpoint, own))
             if world()[0] == 0:
-                self._warn(
-                    checkpoint.progress.step,
-                    f"checkpoint {checkpoint.tag} was not uploaded to {self._remote}: {fault}; it is in "
-                    f"{self.directory}, and training continues",
-                )
+                failed = f"checkpoint {checkpoint.tag} was not uploaded to {self._remote}: {fault}"
+                self._warn(checkpoint.progress.step, f"{failed}; it is in {self.directory}, and training continues")
         return fault
 
     def _delete_old_in(self, folder: Folder, newest: Checkpoint) -> None:
