@@ -184,10 +184,8 @@ def _rank_tasks(
         return
     connect()
     with track(f"rank {model.label}", len(inputs.tasks)) as advance:
-        rankings = [
-            _rank.remote(model.retriever, replace(task, corpus=CORPUS.empty_table()), settings.depth)
-            for task in inputs.tasks
-        ]
+        small = (replace(task, corpus=CORPUS.empty_table()) for task in inputs.tasks)
+        rankings = [_rank.remote(model.retriever, task, settings.depth) for task in small]
         for task, ranking in zip(inputs.tasks, rankings, strict=True):
             yield task, _result(ranking)
             advance()

@@ -77,9 +77,8 @@ def describe(settings: ManifestsSettings) -> Iterator[str]:
     """Yield what would be written; InputError as `run`."""
     loaded, plan = prepare(settings)
     for name in loaded:
-        pods = ", ".join(
-            f"{low}{f'-{high}' if high != low else ''} of {g}" for g, (low, high) in settings.pods(name).items()
-        )
+        numbers = settings.pods(name).items()
+        pods = ", ".join(f"{low}{f'-{high}' if high != low else ''} of {g}" for g, (low, high) in numbers)
         yield f"{'rayservice.yaml' if name == SERVE and plan else f'jobs/{name}.yaml'}: pods {pods}"
     yield f"output {Path(settings.output).resolve()}"
 

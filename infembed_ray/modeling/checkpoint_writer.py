@@ -116,10 +116,8 @@ def _write_modules(path: Path, towers: Sequence[str], description: Description) 
     if description.interaction == "cross_attention":
         # This makes sentence-transformers refuse the model, instead of loading the backbone alone.
         modules["interaction"] = "CrossAttention"
-    listed = [
-        {"idx": i, "name": str(i), "path": folder, "type": _type(kind)}
-        for i, (folder, kind) in enumerate(modules.items())
-    ]
+    numbered = enumerate(modules.items())
+    listed = [{"idx": i, "name": str(i), "path": folder, "type": _type(kind)} for i, (folder, kind) in numbered]
     durable.replace_json(path / "modules.json", listed)
     for name in (pooling, *list(modules)[1:]):
         (path / name).mkdir(exist_ok=True)

@@ -178,10 +178,8 @@ def take(passages: pa.Table, rows: np.ndarray) -> pa.Table:
     of_chunk = np.searchsorted(starts, rows, side="right") - 1
     by_chunk = np.argsort(of_chunk, kind="stable")
     used, firsts = np.unique(of_chunk[by_chunk], return_index=True)
-    parts = [
-        chunks[chunk].take(pa.array(rows[some] - starts[chunk]))
-        for chunk, some in zip(used, np.split(by_chunk, firsts[1:]), strict=True)
-    ]
+    of_used = zip(used, np.split(by_chunk, firsts[1:]), strict=True)
+    parts = [chunks[chunk].take(pa.array(rows[some] - starts[chunk])) for chunk, some in of_used]
     place = np.empty(len(rows), np.int64)
     place[by_chunk] = np.arange(len(rows))
     return pa.Table.from_batches(parts, passages.schema).combine_chunks().take(pa.array(place))

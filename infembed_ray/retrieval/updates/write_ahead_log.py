@@ -245,10 +245,8 @@ class ChangeLog:
             sections.append(sink.getvalue().to_pybytes())
         size = _HEADER.itemsize + len(sections) * _SECTION.itemsize + _CHECKSUM_BYTES
         starts = size + np.cumsum([0, *map(len, sections)])
-        facts = [
-            (shard, start, len(content), hashlib.sha256(content).digest())
-            for shard, start, content in zip(sorted(by_shard), starts, sections, strict=False)
-        ]
+        placed = zip(sorted(by_shard), starts, sections, strict=False)
+        facts = [(shard, start, len(content), hashlib.sha256(content).digest()) for shard, start, content in placed]
         header = np.array((_MAGIC, self.shards, len(sections)), _HEADER).tobytes() + np.array(facts, _SECTION).tobytes()
         return b"".join([header, hashlib.sha256(header).digest(), *sections])
 

@@ -153,10 +153,8 @@ def openapi_document(app: FastAPI, needs_key: bool) -> dict[str, Any]:
         for operation in operations.values():
             responses = operation["responses"]
             responses.pop("422", None)
-            added = [
-                *((400, 408, 413, 415) if "requestBody" in operation else ()),
-                *((401,) if path not in OPEN_PATHS else ()),
-            ]
+            added = [400, 408, 413, 415] if "requestBody" in operation else []
+            added += [401] if path not in OPEN_PATHS else []
             for status in added:
                 responses[str(status)] = {
                     "description": STATUSES[status],
