@@ -168,11 +168,6 @@ class Shard:
                 scores[query, : len(best)], rows[query, : len(best)] = found[query][best], passages[best]
         return scores, rows
 
-    def search(self, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> list[list[Hit]]:
-        """As `search_rows`, with the passages of the rows: the hits of each query."""
-        scores, rows = self.search_rows(vectors, k, keep)
-        return self.hits(rows, scores)
-
     def hits(self, rows: np.ndarray, scores: np.ndarray) -> list[list[Hit]]:
         """Fetch the passages of (queries, k) rows with their scores; skips rows below 0."""
         queries, k = rows.shape
