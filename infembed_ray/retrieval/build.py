@@ -17,8 +17,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,10 +154,7 @@ class Base:
 
     root: Place
     shards: tuple[ShardFacts, ...]
-
-    @cached_property
-    def _opened(self) -> dict[int, Shard | None]:
-        return {}
+    _opened: dict[int, Shard | None] = field(default_factory=dict, init=False, compare=False)
 
     def _shard(self, number: int) -> Shard | None:
         """Verify and open a shard, once; None if it is damaged, which the checksums of the new version would hide."""
