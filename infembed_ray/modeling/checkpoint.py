@@ -284,14 +284,6 @@ class Overrides(TypedDict, total=False):
     dimensions: int | None
 
 
-def checked_dimensions(dimensions: int | None, backbone: Any, path: str) -> int | None:
-    """Return `dimensions`; raise InputError if the backbone has fewer."""
-    hidden = int(backbone.config.hidden_size)
-    if dimensions is not None and not 0 < dimensions <= hidden:
-        raise InputError(f"dimensions={dimensions}: embeddings of {path} have {hidden}; set 1 to {hidden}")
-    return dimensions
-
-
 def text_format(saved: Description, overrides: Overrides, backbone: Any, tokenizer: Any) -> TextFormat:
     """Combine overrides, the model's own description, and the defaults, in this order."""
     default = TextFormat()

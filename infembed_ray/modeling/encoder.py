@@ -125,13 +125,16 @@ class InstructionEncoder(nn.Module):
                 backbone.config.is_causal = not bidirectional
         mode = (saved.pooling if pooling == "auto" else pooling) or ("last" if _is_causal(backbones[0]) else "mean")
         end_texts(tokenizer, overrides.get("append_eos"), mode == "last" and not saved.finished)
-        dimensions = checkpoint.checked_dimensions(overrides.get("dimensions") or saved.dimensions, backbones[0], path)
+        dimensions, hidden = overrides.get("dimensions") or saved.dimensions, int(backbones[0].config.hidden_size)
+        if dimensions is not None and not 0 < dimensions <= hidden:
+            fault = f"embeddings of {path} have {hidden}"
+            raise InputError.of("dimensions", dimensions, fault, f"set 1 to {hidden}")
         text = checkpoint.text_format(saved, overrides, backbones[0], tokenizer)
         if share is False and len(backbones) == 1:
             backbones.append(copy.deepcopy(backbones[0]))
         cross_attention = None
         if (overrides.get("interaction") or saved.interaction) == "cross_attention":
-            cross_attention = CrossAttention(int(backbones[0].config.hidden_size)).to(dtype)
+            cross_attention = CrossAttention(hidden).to(dtype)
             if saved.interaction == "cross_attention":
                 cross_attention.read(path)
         second = backbones[1] if len(backbones) > 1 else None
