@@ -55,8 +55,6 @@ IndexPath = Annotated[str, Kind(is_path=True, stages=("index",))]
 """An index, or an address of Milvus."""
 ModelName = Annotated[str, Kind(is_path=False, stages=("train",))]
 """A model: a directory, or any other name."""
-
-
 _RUNTIME: dict[str, Any] = {"identity": False}
 
 

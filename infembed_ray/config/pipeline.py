@@ -16,8 +16,6 @@ from infembed_ray.config.training import TrainSettings
 
 BASE, TRAINED = "base", "trained"
 """Labels of the backbone and of the trained model in the pipeline's evaluation."""
-
-
 WIRES: dict[str, dict[str, tuple[str, ...]]] = {
     "synthesize": {},
     "analyze": {"records": ("synthesize",)},
@@ -27,8 +25,6 @@ WIRES: dict[str, dict[str, tuple[str, ...]]] = {
     "serve": {"index": ("index",)},
 }
 """Stage, in order -> setting that it leaves out -> the stages that may make its value, the best first."""
-
-
 HELD_OUT = ("evaluate", "records")
 """Taken only with `evaluate.split`, because records that were trained on are not held out."""
 

@@ -25,8 +25,6 @@ from infembed_ray.storage.steps import MANIFEST
 
 SCENARIOS = ("positive", "negative_instruction", "negative_query")
 """Scenarios of the judge. They also name the three candidates: each is the correct answer of its scenario."""
-
-
 UNKNOWN = "unknown"
 """Source of a row without one."""
 

@@ -32,8 +32,6 @@ COLUMN_TYPES: Mapping[FieldType, pa.DataType] = {
     "datetime": pa.timestamp("us", "UTC"),
     "strings": pa.list_(TEXT),
 }
-
-
 CHUNKS = "_chunks"
 """Last column of passages that are cut into chunks: their `Bounds`."""
 

@@ -1,7 +1,5 @@
 """Output files of a run, written in the order of the seeds, and the figures of its manifest."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import sqlite3

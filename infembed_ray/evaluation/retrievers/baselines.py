@@ -41,11 +41,9 @@ class TextEncoder(Protocol):
 
     def encode_queries(self, queries: Sequence[Query]) -> np.ndarray:
         """Embed queries with their instructions: (n, d) float32."""
-        ...
 
     def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
         """Embed passages: (n, d) float32."""
-        ...
 
 
 @runtime_checkable
@@ -54,7 +52,6 @@ class PairReranker(Protocol):
 
     def score(self, pairs: Sequence[tuple[Query, str]]) -> np.ndarray:
         """Score pairs: (n) float32, higher is more relevant."""
-        ...
 
 
 Retriever = TextEncoder | PairReranker

@@ -5,8 +5,6 @@ checksums, then a section for each shard that its changes touch. A damaged or mi
 reused: reading stops before it. `prune` keeps the last segment that all versions have folded in: it marks the log's begin.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
