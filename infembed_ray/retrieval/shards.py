@@ -19,24 +19,14 @@ import pyarrow.compute as pc
 
 from infembed_ray.config.retrieval import Precision
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval import faiss_index
+from infembed_ray.retrieval import faiss_index, shard_files
 from infembed_ray.retrieval import lexical as lexicals
 from infembed_ray.retrieval.chunks import Chunk
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.faiss_index import Searcher, calibrate
 from infembed_ray.retrieval.lexical import Lexical
 from infembed_ray.retrieval.passages import CHUNKS, VectorRows, open_passages
-from infembed_ray.retrieval.shard_files import (
-    INDEX_FILE,
-    PASSAGES_FILE,
-    POSTINGS_FILE,
-    TERMS_FILE,
-    VECTORS_FILE,
-    FileChecksums,
-    ShardFacts,
-    local_directory,
-    verify,
-)
+from infembed_ray.retrieval.shard_files import INDEX_FILE, PASSAGES_FILE, VECTORS_FILE, FileChecksums, ShardFacts
 from infembed_ray.storage import durable
 from infembed_ray.storage.places import Place
 
@@ -131,7 +121,7 @@ class Shard:
         Raises:
             InputError: a file is missing, has another size or cannot be opened; or a block of the copy has a wrong checksum.
         """
-        directory = local_directory(root, facts)
+        directory = shard_files.local_directory(root, facts)
         try:
             passages = open_passages(directory / PASSAGES_FILE)
             if facts.factory.startswith("HNSW"):
@@ -140,7 +130,7 @@ class Shard:
             originals = np.load(directory / VECTORS_FILE, mmap_mode="r") if VECTORS_FILE in facts.checksums else None
             lexical = Lexical.open(directory) if facts.lexical else None
         except (OSError, RuntimeError, ValueError):
-            verify(directory.parent, replace(facts, name=directory.name))  # names the damaged file
+            shard_files.verify(directory.parent, replace(facts, name=directory.name))  # names the damaged file
             raise
         return cls(Searcher(index, originals, facts.search, gpu), passages, facts.vectors, lexical)
 
@@ -275,7 +265,7 @@ def build_shard(directory: Path, build: Build) -> ShardFacts:
     if build.lexical:
         few = table.select(["text"]).to_batches(max_chunksize=1024)  # in memory at a time
         lexicals.write(directory, chain.from_iterable(batch.column(0).to_pylist() for batch in few))
-        names += [TERMS_FILE, POSTINGS_FILE]
+        names += [shard_files.TERMS_FILE, shard_files.POSTINGS_FILE]
     return ShardFacts(
         name=directory.name,
         passages=passages,
