@@ -145,8 +145,7 @@ def build_index(settings: IndexSettings | Mapping[str, Any] | None = None, /, **
 
 
 def _run(verb: str, settings: Settings | Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> Published:
-    published: Published = VERBS[verb].run(resolved(_settings(verb, settings, keywords)))
-    return published
+    return VERBS[verb].run(resolved(_settings(verb, settings, keywords)))
 
 
 def _settings(verb: str, given: Settings | Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> Settings:

@@ -110,10 +110,8 @@ def _init(options: dict[str, Any]) -> None:
         before = set(psutil.Process().children())
         try:
             # Only for a local cluster: when joining another cluster fails, Ray's core prints why and ends the process.
-            quiet = (
-                _without_lines(b"Set ray log level from environment variable") if local else contextlib.nullcontext()
-            )
-            with quiet:
+            noise = b"Set ray log level from environment variable"
+            with _without_lines(noise) if local else contextlib.nullcontext():
                 ray.init(**options)
             return
         except Exception as error:
@@ -122,11 +120,10 @@ def _init(options: dict[str, Any]) -> None:
             failed = f"Ray failed to start ({options['address']}) after {time.monotonic() - started:.0f} s: {in_one_line(error)}"
             if attempt == 2:
                 logs = f"{os.environ.get('RAY_TMPDIR', tempfile.gettempdir())}/ray/session_latest/logs"
-                advice = (
-                    f"the machine is probably overloaded or out of memory; try again when it is less busy; Ray's logs are in {logs}"
-                    if local
-                    else "check RAY_ADDRESS, that Ray and Python have the cluster's versions, and the cluster's token"
-                )
+                advice = "check RAY_ADDRESS, that Ray and Python have the cluster's versions, and the cluster's token"
+                if local:
+                    busy = "the machine is probably overloaded or out of memory; try again when it is less busy"
+                    advice = f"{busy}; Ray's logs are in {logs}"
                 raise StartError(f"{failed}; this was the second attempt: {advice}") from error
             say(f"{failed}; trying once more")
 
@@ -165,7 +162,6 @@ def _require_listening(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
     except OSError as error:
-        raise InputError(
-            f"RAY_ADDRESS={address}: no cluster listens there ({error.strerror or error}); start it, or unset RAY_ADDRESS to "
-            "run on this machine alone"
-        ) from error
+        fault = f"no cluster listens there ({error.strerror or error})"
+        remedy = "start it, or unset RAY_ADDRESS to run on this machine alone"
+        raise InputError.of("RAY_ADDRESS", address, fault, remedy) from error

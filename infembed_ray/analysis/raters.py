@@ -128,10 +128,10 @@ def _check_answers(references: Answers, items: Sequence[AgreementItem]) -> None:
             if item not in passages:
                 raise InputError(f"agreement.files: {rater} answers {item}, which is no item of the sheet; drop it")
             if answer not in map(str, range(passages[item] + 1)):
-                raise InputError(
-                    f"agreement.files: column {rater}, item {item}: {answer[:40]!r} is no answer; give the number of a passage, 1 "
-                    f"to {passages[item]}, or 0 for none; drop the column if it is no rater's"
-                )
+                fault = f"column {rater}, item {item}: {answer[:40]!r} is no answer"
+                remedy = f"give the number of a passage, 1 to {passages[item]}, or 0 for none"
+                remedy += "; drop the column if it is no rater's"
+                raise InputError.of("agreement.files", None, fault, remedy)
 
 
 async def _ask_all(

@@ -87,10 +87,8 @@ def _gpu() -> Iterator[str]:
 
     gpus = _nvidia_smi()
     if gpus and not torch.cuda.is_available():
-        raise InputError(
-            f"{gpus[0]}, but torch {torch.__version__} for CUDA {torch.version.cuda} cannot use it: install a torch for the "
-            "CUDA that nvidia-smi shows, or a newer driver"
-        )
+        fault = f"{gpus[0]}, but torch {torch.__version__} for CUDA {torch.version.cuda} cannot use it"
+        raise InputError(f"{fault}: install a torch for the CUDA that nvidia-smi shows, or a newer driver")
     yield from gpus or [f"no NVIDIA GPU; torch uses {torch.get_num_threads()} threads"]
 
 
@@ -122,10 +120,8 @@ def _ray() -> Iterator[str]:
     token = os.environ.get("RAY_AUTH_TOKEN_PATH") or TOKEN_FILE
     has_token = bool(os.environ.get("RAY_AUTH_TOKEN")) or Path(token).expanduser().is_file()
     if os.environ.get("RAY_AUTH_MODE") == "token" and not has_token:
-        raise InputError(
-            f"RAY_AUTH_MODE=token, but there is no token: set RAY_AUTH_TOKEN, or write the cluster's to {token} "
-            f"(a new one: (umask 077; openssl rand -hex 32 > {token}))"
-        )
+        written = f"write the cluster's to {token} (a new one: (umask 077; openssl rand -hex 32 > {token}))"
+        raise InputError(f"RAY_AUTH_MODE=token, but there is no token: set RAY_AUTH_TOKEN, or {written}")
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         yield f"{metadata.version('ray')}; RAY_ADDRESS is not set, so each command starts a cluster of its own"
@@ -162,9 +158,8 @@ def _disk(place: Path) -> Iterator[str]:
     usage = shutil.disk_usage(existing(place))
     free = f"{place}: {usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.0f}"
     if usage.free < max(LEAST_FREE, usage.total / 20):
-        raise InputError(
-            f"{free}; free 10 GiB and 5 % of the disk, or use another one (RAY_TMPDIR for Ray's own files)"
-        )
+        remedy = "free 10 GiB and 5 % of the disk, or use another one (RAY_TMPDIR for Ray's own files)"
+        raise InputError(f"{free}; {remedy}")
     yield free
 
 

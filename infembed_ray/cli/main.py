@@ -167,12 +167,11 @@ def _run(options: argparse.Namespace) -> int | None:
     if bad := {name: value for name, value in values.items() if holds_credentials(value)}:
         raise InputError(*(Fault(name, value, where_they_belong(value)) for name, value in bad.items()))
     if isinstance(command, Tool):
-        status: int | None = load(command.function)(**values, **command.values)
-        return status
+        return load(command.function)(**values, **command.values)
     if "section" in values:
         print(load("cli.help:section")(command.settings, options.verb, options.section))
-        return None
-    _run_verb(options, command)
+    else:
+        _run_verb(options, command)
     return None
 
 

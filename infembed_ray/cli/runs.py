@@ -11,20 +11,10 @@ from typing import Any
 
 from infembed_ray.errors import InputError
 from infembed_ray.progress import say
-from infembed_ray.storage import releases
+from infembed_ray.storage import places, releases
 from infembed_ray.storage.leases import is_held, lease
 from infembed_ray.storage.object_store import is_uri
-from infembed_ray.storage.places import (
-    Place,
-    address,
-    clear,
-    delete,
-    errors_at,
-    listing,
-    place_of,
-    read_json,
-    read_text,
-)
+from infembed_ray.storage.places import Place, address, errors_at, listing, place_of
 from infembed_ray.storage.steps import LATEST, MANIFEST, STATE_SUFFIX, STATES, newest, open_place, resolve
 
 NEXT = {
@@ -90,7 +80,7 @@ def print_run(run_address: str, json: bool = False) -> None:
     place = place_of(releases.followed(run_address, "RUN"))
     state = place.parent / f".{place.name}{STATE_SUFFIX}"
     with errors_at(place, "RUN"):
-        run = run_at(address(place)) or (_unfinished(state) if read_text(state) is not None else None)
+        run = run_at(address(place)) or (_unfinished(state) if places.read_text(state) is not None else None)
         if run is None:
             raise InputError.of("RUN", run_address, "is no output of a stage", "list them with `infembed runs DIR`")
         run["size"] = sum(listing(place_of(run["address"])).values())
@@ -126,9 +116,9 @@ def clean(directory: str, yes: bool = False, json: bool = False) -> None:
             place, held = place_of(entry["address"]), entry["lease"]
             with lease(place.parent, held, "DIR", place) as still_held:
                 still_held()
-                delete(place / MANIFEST)  # first: without it the output is incomplete
-                clear(place)
-                delete(place.parent / f".{held}{STATE_SUFFIX}")
+                places.delete(place / MANIFEST)  # first: without it the output is incomplete
+                places.clear(place)
+                places.delete(place.parent / f".{held}{STATE_SUFFIX}")
     done = "removed" if yes else "can be removed"
     lines = [f"{done}  {entry['what']}  {_readable(entry['size'])}  {entry['address']}" for entry in removable]
     hint = "" if yes or not removable else "; --yes removes them"
@@ -142,7 +132,7 @@ def _finished(place: Place, names: Mapping[str, int]) -> Iterator[Run]:
         if path.name == MANIFEST and not _in_work(name):
             where = place if str(path.parent) == "." else place / str(path.parent)
             if run := _read(where):
-                named = (read_text(place / str(path.parent.parent / LATEST)) or "").strip()
+                named = (places.read_text(place / str(path.parent.parent / LATEST)) or "").strip()
                 yield run | {"size": _size(names, path.parent), "latest": named == run["identity"]}
 
 
@@ -153,7 +143,7 @@ def _size(names: Mapping[str, int], folder: PurePosixPath) -> int:
 def _read(place: Place) -> Run | None:
     """Read the output at a place; None if it has no manifest, or another file of that name."""
     try:
-        manifest = json.loads(read_text(place / MANIFEST) or "null")
+        manifest = json.loads(places.read_text(place / MANIFEST) or "null")
     except ValueError:
         return None
     if not (isinstance(manifest, dict) and {"stage", "identity", "created", "seconds", "inputs"} <= manifest.keys()):
@@ -189,7 +179,7 @@ def run_at(value: str) -> Run | None:
 
 def _unfinished(file: Place) -> Run:
     """Return a run from its state. A run without an error that holds no lease was killed."""
-    state = read_json(file)
+    state = places.read_json(file)
     running = is_held(file.parent, state["run"])
     work = [file.parent / f".{state['run']}.partial" / STATES, file.parent / state["run"] / STATES]
     resumes = state["stage"] != "train" or any(map(listing, work))
@@ -241,7 +231,7 @@ def _entry(what: str, place: Place, size: int, held: str) -> dict[str, Any]:
 def _old(root: Place, names: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """Yield the finished outputs that nothing keeps."""
     runs = {run["address"]: run for run in _finished(root, names)}
-    aliases = [read_json(root / name) or {} for name in names if name.endswith(releases.ALIAS)]
+    aliases = [places.read_json(root / name) or {} for name in names if name.endswith(releases.ALIAS)]
     todo = [alias["release"] for alias in aliases if "release" in alias]
     todo += [where for where, run in runs.items() if run["latest"] or run["stage"] == releases.RELEASE]
     todo += [where for where, run in runs.items() if is_held(place_of(where).parent, run["identity"])]

@@ -34,9 +34,8 @@ def _argument(*names: str, **facts: Any) -> Argument:
 def create_key(name: str, file: str, scopes: str, rate: float | None, collections: str | None) -> None:
     """Print a new API key; its hash goes to a file."""
     print(load("serving.http.auth:new_key")(name, file, scopes, rate, collections))
-    print(
-        f"This key is shown once. Serve with api_keys_file={file}; delete its line there to revoke it.", file=sys.stderr
-    )
+    note = f"This key is shown once. Serve with api_keys_file={file}; delete its line there to revoke it."
+    print(note, file=sys.stderr)
 
 
 PROJECT = ("jobs", "cluster.yaml", "constraints.txt")
@@ -64,6 +63,7 @@ def copy_project(directory: str) -> None:
 
 _JSON = _argument("--json", action="store_true", help="print JSON")
 _OUTPUTS = _argument("directory", metavar="DIR", help="`output` of a stage or a pipeline, or a directory of several")
+_PLACES = _argument("places", metavar="PLACE", nargs="*", help="directories and URIs of outputs, URLs of LLM endpoints")
 
 
 def _of_an_index(action: str, help: str, *more: Argument) -> Tool:
@@ -112,11 +112,7 @@ TOOLS = {
     "doctor": Tool(
         "check this machine's environment and show how to mend it",
         "cli.doctor:run",
-        (
-            _argument(
-                "places", metavar="PLACE", nargs="*", help="directories and URIs of outputs, URLs of LLM endpoints"
-            ),
-        ),
+        (_PLACES,),
         "doctor runs",
     ),
     "init": Tool(

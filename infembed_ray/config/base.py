@@ -55,8 +55,6 @@ IndexPath = Annotated[str, Kind(is_path=True, stages=("index",))]
 """An index, or an address of Milvus."""
 ModelName = Annotated[str, Kind(is_path=False, stages=("train",))]
 """A model: a directory, or any other name."""
-
-
 _RUNTIME: dict[str, Any] = {"identity": False}
 
 
@@ -112,9 +110,8 @@ class Settings(BaseModel):
         A setting `..._env` names the variable with a secret, and is easily given the secret itself.
         """
         if str(info.field_name).endswith("_env") and isinstance(value, str) and not _VARIABLE.fullmatch(value):
-            raise ValueError(
-                "no name of an environment variable; give a name in capitals such as OPENAI_API_KEY, not a secret"
-            )
+            remedy = "give a name in capitals such as OPENAI_API_KEY, not a secret"
+            raise ValueError(f"no name of an environment variable; {remedy}")
         if holds_credentials(value):
             variables = [f"the variable that `{name}` names" for name in cls.model_fields if name.endswith("_env")]
             raise ValueError(where_they_belong(value, *variables[:1]))
@@ -247,9 +244,8 @@ def kind_of(field: FieldInfo) -> Kind | None:
         for inner in get_args(part):
             yield from search(inner)
 
-    return next((data for data in field.metadata if isinstance(data, Kind)), None) or next(
-        search(field.annotation), None
-    )
+    own = (data for data in field.metadata if isinstance(data, Kind))
+    return next(own, None) or next(search(field.annotation), None)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -119,9 +119,8 @@ class RetrieverSettings(Settings):
         foreign = type(self).model_fields.keys() - {"kind", "baseline", *required, *further}
         for name in sorted(name for name in foreign if getattr(self, name) != type(self).model_fields[name].default):
             kinds = [kind for kind, (needs, takes) in TAKES.items() if name in (*needs, *takes)]
-            raise ValueError(
-                f"{name} is a setting of kind {' or '.join(kinds)}, not of {self.kind}; drop it or set `kind`"
-            )
+            fault = f"{name} is a setting of kind {' or '.join(kinds)}, not of {self.kind}"
+            raise ValueError(f"{fault}; drop it or set `kind`")
         if self.kind == "encoder" and (self.instructed_query is None) != (self.plain_query is None):
             raise ValueError("give instructed_query and plain_query both, or neither")
         return self

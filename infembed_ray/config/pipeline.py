@@ -16,8 +16,6 @@ from infembed_ray.config.training import TrainSettings
 
 BASE, TRAINED = "base", "trained"
 """Labels of the backbone and of the trained model in the pipeline's evaluation."""
-
-
 WIRES: dict[str, dict[str, tuple[str, ...]]] = {
     "synthesize": {},
     "analyze": {"records": ("synthesize",)},
@@ -27,8 +25,6 @@ WIRES: dict[str, dict[str, tuple[str, ...]]] = {
     "serve": {"index": ("index",)},
 }
 """Stage, in order -> setting that it leaves out -> the stages that may make its value, the best first."""
-
-
 HELD_OUT = ("evaluate", "records")
 """Taken only with `evaluate.split`, because records that were trained on are not held out."""
 
@@ -71,10 +67,8 @@ class PipelineSettings(Settings):
             raise ValueError(f"evaluate.gate={evaluate.gate}: not a label of evaluate.models; give one, or null")
         same_records = train and evaluate and self.maker(*HELD_OUT) and self.maker("train", "records")
         if train and evaluate and same_records and train.split in (None, evaluate.split):
-            raise ValueError(
-                f"train.split={train.split or 'null'}: would train on the records of evaluate.split={evaluate.split}; "
-                "set train.split to another split"
-            )
+            fault = f"would train on the records of evaluate.split={evaluate.split}; set train.split to another split"
+            raise ValueError(f"train.split={train.split or 'null'}: {fault}")
         return self
 
     @property
@@ -89,10 +83,5 @@ class PipelineSettings(Settings):
             return None
         if (stage, setting) == HELD_OUT and section.split is None:
             return None
-        return next((made for made in WIRES[stage][setting] if self._makes(made)), None)
-
-    def _makes(self, stage: str) -> bool:
-        """Whether a stage makes an input of later ones; `analyze` does only with `clean`."""
-        return (
-            self.analyze is not None and self.analyze.clean if stage == "analyze" else getattr(self, stage) is not None
-        )
+        without = "analyze" if self.analyze and not self.analyze.clean else None  # it makes no records
+        return next((made for made in WIRES[stage][setting] if made in self.stages and made != without), None)

@@ -54,9 +54,8 @@ class IndexSettings(RowSettings):
     @model_validator(mode="after")
     def _chunks_differ(self) -> "IndexSettings":
         if self.chunk_overlap > (self.chunk_tokens or 0) // 2:
-            raise ValueError(
-                f"chunk_overlap={self.chunk_overlap}: above half of chunk_tokens={self.chunk_tokens}; lower it"
-            )
+            fault = f"above half of chunk_tokens={self.chunk_tokens}; lower it"
+            raise ValueError(f"chunk_overlap={self.chunk_overlap}: {fault}")
         return self
 
     def identity(self) -> dict[str, Any]:

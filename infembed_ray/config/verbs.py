@@ -44,16 +44,14 @@ class Verb:
 
     @property
     def settings(self) -> type[Settings]:
-        loaded: type[Settings] = load(f"config.{self.settings_class}")
-        return loaded
+        return load(f"config.{self.settings_class}")
 
     def run(self, settings: Settings, **more: Any) -> Any:
         return load(self.function)(settings, **more)
 
     def describe(self, settings: Settings, **more: Any) -> Iterator[str]:
         """Yield what a run would do; InputError for every mistake that is found together."""
-        lines: Iterator[str] = load(self.dry_run or f"{self.function.partition(':')[0]}:describe")(settings, **more)
-        return lines
+        return load(self.dry_run or f"{self.function.partition(':')[0]}:describe")(settings, **more)
 
 
 VERBS = {

@@ -90,10 +90,9 @@ def _evaluate(
                 counts = runs.coverage(task, run, model.retriever.model)
                 covered.setdefault(model.label, {"coverage": {}})["coverage"][task.name] = counts
                 if counts["without_results"] or counts["unknown_documents"]:
-                    say(
-                        f"{model.label}: warning: {counts['without_results']} of {counts['judged_queries']} judged queries of "
-                        f"{task.name} have no results, {counts['unknown_documents']} documents are unknown"
-                    )
+                    missing = f"{counts['without_results']} of {counts['judged_queries']} judged queries of {task.name}"
+                    unknown = f"{counts['unknown_documents']} documents are unknown"
+                    say(f"{model.label}: warning: {missing} have no results, {unknown}")
             kept[task.name][model.label] = differences.keep(task, run)
             runs.write(directory, model.label, task.name, run)
             if task.name in controls:
@@ -185,10 +184,8 @@ def _rank_tasks(
         return
     connect()
     with track(f"rank {model.label}", len(inputs.tasks)) as advance:
-        rankings = [
-            _rank.remote(model.retriever, replace(task, corpus=CORPUS.empty_table()), settings.depth)
-            for task in inputs.tasks
-        ]
+        small = (replace(task, corpus=CORPUS.empty_table()) for task in inputs.tasks)
+        rankings = [_rank.remote(model.retriever, task, settings.depth) for task in small]
         for task, ranking in zip(inputs.tasks, rankings, strict=True):
             yield task, _result(ranking)
             advance()

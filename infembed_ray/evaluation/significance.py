@@ -109,8 +109,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """Correct p-values for multiple comparisons (Holm, 1979), which controls the family-wise error rate."""
     adjusted, order = np.array(p_values), np.argsort(p_values, kind="stable")
     adjusted[order] = np.maximum.accumulate(adjusted[order] * np.arange(len(order), 0, -1)).clip(max=1.0)
-    corrected: list[float] = adjusted.tolist()
-    return corrected
+    return adjusted.tolist()
 
 
 def _bootstrap(strata: Sequence[Stratum], resamples: int, random: np.random.Generator) -> np.ndarray:

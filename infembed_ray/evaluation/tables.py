@@ -77,9 +77,8 @@ def columns(results: Results) -> dict[str, list[Column]]:
         for name, figures in benchmark.averages.items():
             if all(task in results.tasks for task in figures):
                 columns_of.setdefault(benchmark.title, []).append(_shown(f"average {name}", tuple(figures.items())))
-    titles = {
-        entry.name: (benchmark.title, entry.title) for benchmark in BENCHMARKS.values() for entry in benchmark.tasks
-    }
+    entries = ((benchmark, entry) for benchmark in BENCHMARKS.values() for entry in benchmark.tasks)
+    titles = {entry.name: (benchmark.title, entry.title) for benchmark, entry in entries}
     for task, summary in results.tasks.items():
         benchmark_title, own = titles.get(task, (task, task))
         for figure in summary.figures:

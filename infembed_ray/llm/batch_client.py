@@ -46,9 +46,8 @@ class BatchClient:
 
         async def attempt() -> str:
             with file.open("rb") as stream:
-                return (
-                    await self._client.files.create(file=(file.name, stream, "application/jsonl"), purpose="batch")
-                ).id
+                content = file.name, stream, "application/jsonl"
+                return (await self._client.files.create(file=content, purpose="batch")).id
 
         return await self._retry("takes no file", attempt)
 

@@ -66,10 +66,9 @@ def resume(journal: Place, table: PriceTable) -> float:
     usd = spent_usd(journal, table)
     if "at_most_usd" in _read_note(journal):
         unanswered_usd = usd - _journaled_usd(journal, table)
-        say(
-            f"the last run on this journal was killed: {unanswered_usd:.4f} USD that it may have spent without an answer "
-            f"count as spent; `infembed journal reconcile {journal}` writes them off"
-        )
+        lost = f"{unanswered_usd:.4f} USD that it may have spent without an answer count as spent"
+        remedy = f"`infembed journal reconcile {journal}` writes them off"
+        say(f"the last run on this journal was killed: {lost}; {remedy}")
         _write_note(journal, {"usd": unanswered_usd})
     return usd
 
@@ -92,10 +91,9 @@ def _journaled_usd(journal: Place, table: PriceTable) -> float:
     for model, completion in JournalStats().read(sources(journal)):
         usd = table.usd(model, completion)
         if usd is None and table.price(model) is None:
-            raise InputError(
-                f"journal={journal}: it holds answers of {model}, whose price is unknown, so what is left of "
-                "limits.budget_usd is unknown; give its prices in a file and set prices=FILE"
-            )
+            held = f"it holds answers of {model}, whose price is unknown"
+            fault = f"{held}, so what is left of limits.budget_usd is unknown"
+            raise InputError.of("journal", journal, fault, "give its prices in a file and set prices=FILE")
         spent += usd or 0.0  # tokens that were not counted are in the note, at their worst case
     return spent
 

@@ -214,13 +214,11 @@ class ChatClient:
         """Learn from an answer that exceeds its worst case, and warn about what it does not say."""
         answers = f"model {request.model}: answers"
         if lane.exceeded(request, completion):
-            self._limiter.warn(
-                f"{answers} may exceed max_tokens, which the endpoint ignores; budgets expect twice as long ones"
-            )
+            ignored = "may exceed max_tokens, which the endpoint ignores"
+            self._limiter.warn(f"{answers} {ignored}; budgets expect twice as long ones")
         if not completion.prompt_tokens:
-            self._limiter.warn(
-                f"{answers} have no usable token counts: their price is null, budgets count the worst case"
-            )
+            effect = "their price is null, budgets count the worst case"
+            self._limiter.warn(f"{answers} have no usable token counts: {effect}")
         if completion.finish_reason:
             return completion
         self._limiter.warn(f"{answers} have no finish_reason: only by its length is one known to be cut off")

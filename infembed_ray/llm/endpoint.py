@@ -197,10 +197,8 @@ def api_key(endpoint: Endpoint) -> str | None:
         return None
     key = os.environ.get(name, "").strip()
     if not key:
-        raise RunFailure(
-            f"endpoint.api_key_env={name}: not set on {socket.gethostname()}; set it on every node before Ray starts"
-            f"{missing_key_hint(endpoint)}"
-        )
+        remedy = f"set it on every node before Ray starts{missing_key_hint(endpoint)}"
+        raise RunFailure(f"endpoint.api_key_env={name}: not set on {socket.gethostname()}; {remedy}")
     if not (key.isascii() and key.isprintable()):
         raise RunFailure(f"endpoint.api_key_env={name}: holds a line break or a character that no key has; correct it")
     return key

@@ -229,10 +229,10 @@ def lock_ended(path: Path, locks: contextlib.ExitStack) -> BinaryIO | None:
     except (BlockingIOError, FileNotFoundError):
         return None
     except OSError as error:
-        raise InputError(
-            f"journal={path.parent}: its file system has no locks ({error.strerror}), which tell the segments of living "
-            "processes from others; copy the journal to one that has them while no run uses it"
-        ) from error
+        missing = f"its file system has no locks ({error.strerror})"
+        remedy = "copy the journal to one that has them while no run uses it"
+        fault = f"{missing}, which tell the segments of living processes from others"
+        raise InputError.of("journal", path.parent, fault, remedy) from error
     return stream if os.fstat(stream.fileno()).st_nlink else None
 
 

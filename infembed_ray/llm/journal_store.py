@@ -121,9 +121,8 @@ class StoredJournal(Journal):
             except _StoreError as error:
                 if not attempt:
                     reason = " ".join(str(error).split())[:240]
-                    self._warn(
-                        f"journal={self._folder}: uploads fail and are repeated, the node keeps the answers: {reason}"
-                    )
+                    fault = "uploads fail and are repeated, the node keeps the answers"
+                    self._warn(f"journal={self._folder}: {fault}: {reason}")
                 if self._stopped.wait(min(self._upload_s, _LONGEST_PAUSE_S)):
                     break
         return start

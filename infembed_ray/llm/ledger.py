@@ -247,10 +247,9 @@ class Ledger:
         for name, setting in ((REQUESTS, "requests_per_minute"), (TOKENS, "tokens_per_minute")):
             most = self._bounds.get(name, math.inf)
             if report.first.get(name, 0.0) > most:
-                return (
-                    f"limits.{setting}: a window of {self._window_s:g} s holds {most:g} {name}, one request may need "
-                    f"{report.first[name]:g}; raise it{lower if name == TOKENS else ''}"
-                )
+                window = f"a window of {self._window_s:g} s holds {most:g} {name}"
+                fault = f"{window}, one request may need {report.first[name]:g}"
+                return f"limits.{setting}: {fault}; raise it{lower if name == TOKENS else ''}"
         budget, spent = self._bounds.get(USD, math.inf), self._used.get(USD, 0.0)
         if report.first.get(USD, 0.0) > budget - spent:
             return f"limits.budget_usd={budget:g}: used up ({spent:.4f} USD spent); raise it"

@@ -60,10 +60,9 @@ def load(overrides: str | None = None) -> PriceTable:
     except OSError as error:
         raise InputError(f"prices={overrides}: cannot be read ({error.strerror}); give a file") from error
     except (yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(
-            f"prices={overrides}: no price table; write `as_of: DATE` and under `models:` lines like "
-            "`gpt-4o-mini: [0.15, 0.60, 0.075]`, USD per million tokens of prompt, completion and, if known, cached prompt"
-        ) from error
+        line = "`gpt-4o-mini: [0.15, 0.60, 0.075]`, USD per million tokens of prompt, completion and, if known, cached prompt"
+        remedy = f"write `as_of: DATE` and under `models:` lines like {line}"
+        raise InputError.of("prices", overrides, "no price table", remedy) from error
     return PriceTable(theirs.as_of, ours.models | theirs.models)
 
 

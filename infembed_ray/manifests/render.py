@@ -77,9 +77,8 @@ def describe(settings: ManifestsSettings) -> Iterator[str]:
     """Yield what would be written; InputError as `run`."""
     loaded, plan = prepare(settings)
     for name in loaded:
-        pods = ", ".join(
-            f"{low}{f'-{high}' if high != low else ''} of {g}" for g, (low, high) in settings.pods(name).items()
-        )
+        numbers = settings.pods(name).items()
+        pods = ", ".join(f"{low}{f'-{high}' if high != low else ''} of {g}" for g, (low, high) in numbers)
         yield f"{'rayservice.yaml' if name == SERVE and plan else f'jobs/{name}.yaml'}: pods {pods}"
     yield f"output {Path(settings.output).resolve()}"
 
@@ -114,9 +113,8 @@ def _load(settings: ManifestsSettings, name: str) -> Settings:
         if group not in settings.groups:
             raise InputError.of(where, None, f"no group {group}", nearest(group, settings.groups))
         if settings.groups[group].gpus and group not in settings.images:
-            raise InputError.of(
-                f"groups.{group}", None, "has GPUs", f"set images.{group} to an image with faiss-gpu and torch for CUDA"
-            )
+            remedy = f"set images.{group} to an image with faiss-gpu and torch for CUDA"
+            raise InputError.of(f"groups.{group}", None, "has GPUs", remedy)
         if low > high or (low != high and name != SERVE):
             fault = "give one number of pods" if name != SERVE else "give 2-8, not 8-2"
             raise InputError.of(f"{where}.{group}", f"{low}-{high}", fault, "only `serve` is autoscaled")
@@ -149,7 +147,6 @@ def _plan_of_serve(settings: Any) -> Any:
     from infembed_ray.serving.plan import Plan
 
     if not (settings.api_keys_env or settings.api_keys_file):
-        raise InputError.of(
-            "api_keys_env", "null", "the pods' API is open to the cluster", "name the variable of its keys"
-        )
+        fault = "the pods' API is open to the cluster"
+        raise InputError.of("api_keys_env", "null", fault, "name the variable of its keys")
     return Plan.resolve(settings.model_copy(update={"host": "0.0.0.0", "config_file": None}), locked=True)

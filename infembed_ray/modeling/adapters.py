@@ -55,11 +55,8 @@ def save(backbones: Sequence[Any], path: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         weights = get_peft_model_state_dict(backbone)
         # The prefix of a PeftModel, which does not wrap these layers.
-        save_file(
-            {f"base_model.model.{key}": value.contiguous() for key, value in weights.items()},
-            folder / "adapter_model.safetensors",
-            metadata={"format": "pt"},
-        )
+        tensors = {f"base_model.model.{key}": value.contiguous() for key, value in weights.items()}
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         config = backbone.peft_config["default"].to_dict()
         plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         plain |= {"base_model_name_or_path": None, "inference_mode": True}

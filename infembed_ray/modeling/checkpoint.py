@@ -200,9 +200,8 @@ def files_digest(model: str) -> str | None:
     if not root.is_dir():
         return None
     folders = [root, *root.glob("*_Pooling"), *(root / tower for tower in _towers(str(root)) if tower)]
-    files = sorted(
-        file for folder in folders for file in folder.iterdir() if file.suffix in _MODEL_FILES and file.name != MANIFEST
-    )
+    every = (file for folder in folders for file in folder.iterdir())
+    files = sorted(file for file in every if file.suffix in _MODEL_FILES and file.name != MANIFEST)
     return fingerprint_files(files, relative_to=root)
 
 
@@ -285,14 +284,6 @@ class Overrides(TypedDict, total=False):
     dimensions: int | None
 
 
-def checked_dimensions(dimensions: int | None, backbone: Any, path: str) -> int | None:
-    """Return `dimensions`; raise InputError if the backbone has fewer."""
-    hidden = int(backbone.config.hidden_size)
-    if dimensions is not None and not 0 < dimensions <= hidden:
-        raise InputError(f"dimensions={dimensions}: embeddings of {path} have {hidden}; set 1 to {hidden}")
-    return dimensions
-
-
 def text_format(saved: Description, overrides: Overrides, backbone: Any, tokenizer: Any) -> TextFormat:
     """Combine overrides, the model's own description, and the defaults, in this order."""
     default = TextFormat()
@@ -332,9 +323,8 @@ def load(
     own = read_json(model, OWN_CONFIG)
     native = native or bool(own)  # `checkpoint_writer.write` wrote it
     if own.get("head") == "score":
-        raise InputError(
-            f"{setting}: is a reranker without embeddings; evaluate it with kind=classifier, or give an encoder"
-        )
+        remedy = "evaluate it with kind=classifier, or give an encoder"
+        raise InputError.of("model", model, "is a reranker without embeddings", remedy)
     remedy = "set bidirectional=true or false, as its model card says, to load the class of transformers instead, or "
     configs = [pretrained.config(model, setting, tower, native=native, remedy=remedy) for tower in towers]
     tokenizer = pretrained.tokenizer(model, setting, towers[0], native=native, remedy=remedy)
@@ -416,6 +406,6 @@ def _saved_pooling(model: str, folder: str) -> PoolingMode:
     given = saved.get("pooling_mode") or [n for n, on in saved.items() if n.startswith("pooling_mode_") and on is True]
     modes = [given] if isinstance(given, str) else list(given) or ["mean"]
     if len(modes) > 1 or modes[0] not in POOLING_MODES:
-        fault = f"model={model}: pools by {' and '.join(map(str, modes))}; set pooling=mean, last or cls to override it"
-        raise InputError(fault)
+        fault = f"pools by {' and '.join(map(str, modes))}"
+        raise InputError.of("model", model, fault, "set pooling=mean, last or cls to override it")
     return POOLING_MODES[modes[0]]

@@ -73,9 +73,8 @@ def write(
 def _write_weights(folder: Path, backbone: Any, weights: Mapping[str, Stored]) -> None:
     """Write configuration and weights as `save_pretrained` does, with one file's weights in memory at a time."""
     state = backbone.state_dict()
-    shards = split_torch_state_dict_into_shards(
-        state, max_shard_size=_SHARD, filename_pattern="model{suffix}.safetensors"
-    )
+    pattern = "model{suffix}.safetensors"
+    shards = split_torch_state_dict_into_shards(state, max_shard_size=_SHARD, filename_pattern=pattern)
     for file, names in shards.filename_to_tensors.items():
         tensors = {name: (weights[name] if state[name].is_meta else state[name]).contiguous() for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
@@ -117,10 +116,8 @@ def _write_modules(path: Path, towers: Sequence[str], description: Description) 
     if description.interaction == "cross_attention":
         # This makes sentence-transformers refuse the model, instead of loading the backbone alone.
         modules["interaction"] = "CrossAttention"
-    listed = [
-        {"idx": i, "name": str(i), "path": folder, "type": _type(kind)}
-        for i, (folder, kind) in enumerate(modules.items())
-    ]
+    numbered = enumerate(modules.items())
+    listed = [{"idx": i, "name": str(i), "path": folder, "type": _type(kind)} for i, (folder, kind) in numbered]
     durable.replace_json(path / "modules.json", listed)
     for name in (pooling, *list(modules)[1:]):
         (path / name).mkdir(exist_ok=True)

@@ -125,13 +125,16 @@ class InstructionEncoder(nn.Module):
                 backbone.config.is_causal = not bidirectional
         mode = (saved.pooling if pooling == "auto" else pooling) or ("last" if _is_causal(backbones[0]) else "mean")
         end_texts(tokenizer, overrides.get("append_eos"), mode == "last" and not saved.finished)
-        dimensions = checkpoint.checked_dimensions(overrides.get("dimensions") or saved.dimensions, backbones[0], path)
+        dimensions, hidden = overrides.get("dimensions") or saved.dimensions, int(backbones[0].config.hidden_size)
+        if dimensions is not None and not 0 < dimensions <= hidden:
+            fault = f"embeddings of {path} have {hidden}"
+            raise InputError.of("dimensions", dimensions, fault, f"set 1 to {hidden}")
         text = checkpoint.text_format(saved, overrides, backbones[0], tokenizer)
         if share is False and len(backbones) == 1:
             backbones.append(copy.deepcopy(backbones[0]))
         cross_attention = None
         if (overrides.get("interaction") or saved.interaction) == "cross_attention":
-            cross_attention = CrossAttention(int(backbones[0].config.hidden_size)).to(dtype)
+            cross_attention = CrossAttention(hidden).to(dtype)
             if saved.interaction == "cross_attention":
                 cross_attention.read(path)
         second = backbones[1] if len(backbones) > 1 else None
@@ -206,8 +209,7 @@ class InstructionEncoder(nn.Module):
         inputs = layout.backbone_inputs(backbone)
         if self.causal:
             inputs["use_cache"] = False  # nothing follows these tokens, so their keys and values are not needed
-        states: Tensor = backbone(**inputs).last_hidden_state
-        return states
+        return backbone(**inputs).last_hidden_state
 
     @property
     def texts(self) -> TextTokenizer:
@@ -321,8 +323,7 @@ class InstructionEncoder(nn.Module):
     ) -> np.ndarray:
         """Embed texts, or a single str."""
         if isinstance(texts, str):
-            vector: np.ndarray = self._encode([texts], tokenize, batch_tokens, show_progress_bar)[0]
-            return vector
+            return self._encode([texts], tokenize, batch_tokens, show_progress_bar)[0]
         embeddings = np.zeros((len(texts), self.dimension), dtype=np.float32)
         was_training = self.training
         self.eval()
@@ -369,10 +370,8 @@ class InstructionEncoder(nn.Module):
         Texts are truncated to `passage_length`. If the encoder has two backbones, the passage backbone embeds them.
         Arguments and result are those of `encode_passages`.
         """
-        tokenizer, most = self.texts, self.text.passage_length
-        return self._encode(
-            inputs, lambda texts: tokenizer.tokenize(texts, "passage", most), batch_tokens, show_progress_bar
-        )
+        tokenize = partial(self.texts.tokenize, side="passage", length=self.text.passage_length)
+        return self._encode(inputs, tokenize, batch_tokens, show_progress_bar)
 
     def encode_queries(
         self,
@@ -397,13 +396,12 @@ class InstructionEncoder(nn.Module):
         count = 1 if isinstance(queries, str) else len(queries)
         each = [instructions] * count if instructions is None or isinstance(instructions, str) else instructions
         if len(each) != count:
-            fault = f"instructions: {len(each)} for {count} queries; give one for each query, or one str for all"
-            raise InputError(fault)
+            remedy = "give one for each query, or one str for all"
+            raise InputError.of("instructions", None, f"{len(each)} for {count} queries", remedy)
         asked = list(map(Question, [queries] if isinstance(queries, str) else queries, each))
         texts = exclusions.with_excluded(asked, self.exclusion_weight)
-        vectors = exclusions.moved(
-            asked, self._encode(texts, self._tokenize_questions, batch_tokens, show_progress_bar), self.exclusion_weight
-        )
+        encoded = self._encode(texts, self._tokenize_questions, batch_tokens, show_progress_bar)
+        vectors = exclusions.moved(asked, encoded, self.exclusion_weight)
         return vectors[0] if isinstance(queries, str) else vectors
 
     def _tokenize_questions(self, questions: Sequence[Question]) -> list[Tokens]:

@@ -107,10 +107,7 @@ class _Graph:
         ids, positions, lengths = self._inputs.split(self._sizes)
         borders = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         places, row, at = torch.arange(len(ids), device=ids.device), ids.unsqueeze(0), positions.unsqueeze(0)
-        vectors: Tensor = self._encoder(
-            PackedLayout(row, None, places, lengths, "query", at, borders=borders, longest=len(ids))
-        )
-        return vectors
+        return self._encoder(PackedLayout(row, None, places, lengths, "query", at, borders=borders, longest=len(ids)))
 
     @torch.inference_mode()
     def embed(self, sequences: Sequence[Tokens]) -> np.ndarray:

@@ -4,8 +4,6 @@ Padded batches, packed sequences, prefix trees and instruction-query pairs are l
 are the same for all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain

@@ -86,10 +86,10 @@ def require_no_adapters(model: str, setting: str, subfolder: str = "", revision:
     """Raise InputError if a directory has adapters: transformers would put them over the weights of another one."""
     saved = read_json(model, join(subfolder, "adapter_config.json"), revision)
     if saved:
-        raise InputError(
-            f"{setting}: has adapters (adapter_config.json) of {saved.get('base_model_name_or_path')}, and a model is read "
-            "from its own files alone; give the base and set `adapter` of evaluate, or merge them (peft's merge_and_unload)"
-        )
+        base = saved.get("base_model_name_or_path")
+        fault = f"has adapters (adapter_config.json) of {base}, and a model is read from its own files alone"
+        remedy = "give the base and set `adapter` of evaluate, or merge them (peft's merge_and_unload)"
+        raise InputError.of(setting, None, fault, remedy)
 
 
 def tokenizer(
@@ -122,8 +122,8 @@ def tokenizer(
     if not loaded.is_fast:
         raise InputError(f"{setting}: its tokenizer is not a fast one; convert it to a tokenizer.json")
     if loaded.pad_token is None and loaded.eos_token is None:
-        fault = f"{setting}: its tokenizer has no padding token; name one in tokenizer_config.json (pad_token)"
-        raise InputError(fault)
+        remedy = "name one in tokenizer_config.json (pad_token)"
+        raise InputError.of(setting, None, "its tokenizer has no padding token", remedy)
     loaded.pad_token = loaded.pad_token or loaded.eos_token
     if read_json(model, join(subfolder, "tokenizer_config.json"), revision).get("add_eos_token"):
         loaded.init_kwargs["add_eos_token"] = True
@@ -158,10 +158,10 @@ def require_embedded(tokenizer: Any, model: Any, setting: str) -> None:
     """Raise InputError if a tokenizer has tokens for which a model has no embedding."""
     embedded = model.get_input_embeddings().num_embeddings
     if beyond := sorted(token for token, id in tokenizer.get_vocab().items() if id >= embedded):
-        raise InputError(
-            f"{setting}: its tokenizer has {len(tokenizer)} tokens but the model embeds {embedded}: it is another model's, or "
-            f"{_listed(beyond)} were added without resize_token_embeddings; give the tokenizer that the model was trained with"
-        )
+        counts = f"its tokenizer has {len(tokenizer)} tokens but the model embeds {embedded}"
+        causes = f"it is another model's, or {_listed(beyond)} were added without resize_token_embeddings"
+        remedy = "give the tokenizer that the model was trained with"
+        raise InputError.of(setting, None, f"{counts}: {causes}", remedy)
 
 
 def build(config: Any, kind: str = "AutoModel", **options: Any) -> Any:
@@ -283,14 +283,13 @@ def cached(model: str, file: str, revision: str | None = None) -> str | None:
         return local if Path(local := f"{model}/{file}").is_file() else None
     from transformers.utils import cached_file
 
-    path: str | None = cached_file(
+    return cached_file(
         model,
         file,
         revision=revision,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return path
 
 
 def read_json(model: str, name: str, revision: str | None = None, kind: type = dict) -> Any:

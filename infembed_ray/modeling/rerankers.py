@@ -112,8 +112,7 @@ class ModelReranker(PairScorer):
     def relevance(self, inputs: Sequence[dict[str, list[int]]]) -> np.ndarray:
         """Score tokenized pairs in one forward pass: (n) float32."""
         batch = self.tokenizer.pad(list(inputs), return_tensors="pt").to(self._device)
-        scores: np.ndarray = self._relevance(batch).float().cpu().numpy()
-        return scores
+        return self._relevance(batch).float().cpu().numpy()
 
     @abstractmethod
     def _tokenize(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
@@ -140,11 +139,8 @@ class _Answering(ModelReranker):
 
     def _tokenize(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
         most = self._settings.pair_length
-        tokenized = self._prompts(pairs)
-        return [
-            each if len(each["input_ids"]) <= most else self._shortened(*pair)
-            for each, pair in zip(tokenized, pairs, strict=True)
-        ]
+        tokenized = zip(self._prompts(pairs), pairs, strict=True)
+        return [each if len(each["input_ids"]) <= most else self._shortened(*pair) for each, pair in tokenized]
 
     def _shortened(self, query: str, passage: str) -> dict[str, list[int]]:
         """Tokenize a prompt with the passage truncated, and the query too if that is not enough; else InputError."""

@@ -94,10 +94,8 @@ class TextTokenizer:
         tokens = self.tokenize([self.text.query_prefix + t for t in texts], "query", self.text.query_length)
         ids: dict[str | None, list[int]] = {None: []}
         ids |= {text: t.ids for text, t in zip(texts, tokens, strict=True)}
-        return [
-            Tokens(ids[i or None] + ids[q], "query", len(ids[i or None]))
-            for q, i in zip(queries, instructions, strict=True)
-        ]
+        pairs = zip(queries, instructions, strict=True)
+        return [Tokens(ids[i or None] + ids[q], "query", len(ids[i or None])) for q, i in pairs]
 
     def tokenize_passages(self, passages: Sequence[str]) -> list[Tokens]:
         """Tokenize passages, truncated to `passage_length`."""

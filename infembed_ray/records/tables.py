@@ -25,8 +25,6 @@ from infembed_ray.storage.steps import MANIFEST
 
 SCENARIOS = ("positive", "negative_instruction", "negative_query")
 """Scenarios of the judge. They also name the three candidates: each is the correct answer of its scenario."""
-
-
 UNKNOWN = "unknown"
 """Source of a row without one."""
 
@@ -91,7 +89,6 @@ class Passage:
     text: str
 
 
-_OWN = ("id", "text")
 T = TypeVar("T")
 Row = TypeVar("Row", Seed, Record, Passage)
 
@@ -216,7 +213,7 @@ def _checked(file: Place, seen: set[str], row: type[Row], bad: BadRows, columns:
     for number, values, names in mapped_rows(file, bad, names_of):
         try:
             if row is Passage:
-                taken: dict[str, str | None] = dict(zip(_OWN, document(values, names), strict=True))
+                taken: dict[str, str | None] = dict(zip(("id", "text"), document(values, names), strict=True))
             else:
                 taken = {ours: passage_text(values.get(theirs), theirs) for ours, theirs in names.items()}
             taken["id"] = taken.get("id") or (None if "id" in required else f"{MADE_ID}{len(seen) + 1}")

@@ -17,8 +17,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,36 +31,18 @@ from infembed_ray.errors import InputError, check_all
 from infembed_ray.modeling.checkpoint import locate
 from infembed_ray.progress import counted, say, track
 from infembed_ray.records.files import BadRows, write_bad_rows
-from infembed_ray.retrieval import faiss_index
+from infembed_ray.retrieval import faiss_index, shard_files
 from infembed_ray.retrieval.chunks import Cutter, as_chunks
 from infembed_ray.retrieval.corpus import parts_of, require_columns, require_passages, rows
 from infembed_ray.retrieval.milvus import Milvus, MilvusAddress, is_address
 from infembed_ray.retrieval.passages import CHUNKS, VectorRows, position, schema, take, write_passages
-from infembed_ray.retrieval.shard_files import (
-    PASSAGES_FILE,
-    VECTORS_FILE,
-    ShardFacts,
-    clear_attempts,
-    verify_local,
-    write_once,
-)
+from infembed_ray.retrieval.shard_files import PASSAGES_FILE, VECTORS_FILE, ShardFacts
 from infembed_ray.retrieval.shards import Build, Shard, build_shard, shard_name, shards_of, write_vectors
 from infembed_ray.retrieval.versions import FORMAT, IndexFacts, finished, latest_of, warn_of_changes
-from infembed_ray.storage import durable
+from infembed_ray.storage import durable, places
 from infembed_ray.storage.leases import lease
 from infembed_ray.storage.object_store import SCRATCH, convert_errors, is_uri, room, scratch
-from infembed_ray.storage.places import (
-    Place,
-    address,
-    clear,
-    delete,
-    delivering,
-    listing,
-    open_binary,
-    read_binary,
-    read_json,
-    write_json,
-)
+from infembed_ray.storage.places import Place, address, delivering, listing
 from infembed_ray.storage.steps import Staging, Step, find_input
 from infembed_ray.telemetry import report
 
@@ -155,17 +136,14 @@ class Base:
 
     root: Place
     shards: tuple[ShardFacts, ...]
-
-    @cached_property
-    def _opened(self) -> dict[int, Shard | None]:
-        return {}
+    _opened: dict[int, Shard | None] = field(default_factory=dict, init=False, compare=False)
 
     def _shard(self, number: int) -> Shard | None:
         """Verify and open a shard, once; None if it is damaged, which the checksums of the new version would hide."""
         if number not in self._opened:
             facts = self.shards[number]
             try:
-                verify_local(self.root, facts)
+                shard_files.verify_local(self.root, facts)
                 self._opened[number] = Shard.open(self.root, facts)
             except InputError as damage:
                 say(f"index: no vectors of {facts.name} are reused: {damage}")
@@ -185,12 +163,12 @@ class Base:
             ids = given.column("id")
             first, last = (position(shard.passages, ids[place].as_py()) for place in (0, -1))
             some = shard.passages.slice(first, last + 1 - first)
-            places = pc.index_in(ids, some.column("id").combine_chunks())
-            same = pc.equal(given.column("text"), some.column("text").take(places)).fill_null(False).to_numpy()
+            twins = pc.index_in(ids, some.column("id").combine_chunks())
+            same = pc.equal(given.column("text"), some.column("text").take(twins)).fill_null(False).to_numpy()
             if CHUNKS in given.column_names:  # another version of the tokenizer may cut a text elsewhere
-                bounds = given.column(CHUNKS).to_pylist(), some.column(CHUNKS).take(places).to_pylist()
+                bounds = given.column(CHUNKS).to_pylist(), some.column(CHUNKS).take(twins).to_pylist()
                 same = same & [one == other for one, other in zip(*bounds, strict=True)]
-            old = shard.rows.of_passages(first + places.filter(same).to_numpy())
+            old = shard.rows.of_passages(first + twins.filter(same).to_numpy())
             vectors[rows.of_passages(own[same])] = shard.vectors(old)
         return vectors
 
@@ -263,8 +241,7 @@ class Work:
 
     def counts(self, shard: int) -> dict[str, int] | None:
         """The `vectors` of a shard, and the passages for which the base has them (`reused`); None before it is sorted."""
-        counts: dict[str, int] | None = read_json(self._file(shard, SORTED_FILE))
-        return counts
+        return places.read_json(self._file(shard, SORTED_FILE))
 
     def sort(self, shard: int, parts: int, rows: int, base: Base | None) -> None:
         """Sort the passages of a shard by id, and write the vectors that `base` has. Only ids are held in memory.
@@ -298,11 +275,11 @@ class Work:
                         counts["reused"] += int(np.isfinite(of_base[VectorRows.of(table).firsts, 0]).sum())
                         flat = of_base.astype(self.settings.vectors).ravel()
                         vectors.write_batch(pa.record_batch([pa.array(flat)], numbers))
-            write_json(self._file(shard, SORTED_FILE), counts)
+            places.write_json(self._file(shard, SORTED_FILE), counts)
 
     @contextlib.contextmanager
     def _batches(self, shard: int, name: str = PASSAGES_FILE) -> Iterator[pa.RecordBatchFileReader]:
-        with open_binary(self._file(shard, name)) as file, pa.ipc.open_file(file) as batches:
+        with places.open_binary(self._file(shard, name)) as file, pa.ipc.open_file(file) as batches:
             yield batches
 
     def passages(self, block: Block) -> pa.Table:
@@ -320,8 +297,7 @@ class Work:
 
     def vectors(self, block: Block) -> np.ndarray:
         """Read the vectors of a block, (count, dimension)."""
-        vectors: np.ndarray = np.load(io.BytesIO(read_binary(self.root / block.name)))
-        return vectors
+        return np.load(io.BytesIO(places.read_binary(self.root / block.name)))
 
     def gather(self, shard: int, blocks: Sequence[Block], directory: Path) -> None:
         """Write the passages and the vectors of a shard, from its blocks in order, into a directory of this machine."""
@@ -334,8 +310,8 @@ class Work:
 
     def delete(self) -> None:
         """Delete everything."""
-        delete(self.root / SIZES_FILE)  # first: a build that finds the sizes expects all other files
-        clear(self.root)
+        places.delete(self.root / SIZES_FILE)  # first: a build that finds the sizes expects all other files
+        places.clear(self.root)
 
 
 def _sorted(spooled: Sequence[Path], rows_at_once: int) -> Iterator[pa.Table]:
@@ -486,7 +462,7 @@ def build_index(
             staging.counts = {"passages": facts.passages, "encoded": encoded, "shards": len(shards)}
             staging.facts = {"index": facts.as_json()}
             write_bad_rows(staging.path, bad)
-        clear_attempts(step.remote or step.path, shards)
+        shard_files.clear_attempts(step.remote or step.path, shards)
         work.delete()
 
 
@@ -523,7 +499,7 @@ def partition_corpus(
     A corpus of one part needs no cluster, so its faults are found before Ray starts: InputError as `Work.partition` and
     `require_passages`.
     """
-    if (done := read_json(work.root / SIZES_FILE)) is not None:
+    if (done := places.read_json(work.root / SIZES_FILE)) is not None:
         return done["sizes"], BadRows("corpus", True, rows=done["bad_rows"])
     work.delete()  # what an interrupted deletion left
     parts = parts_of(corpus)
@@ -543,7 +519,7 @@ def partition_corpus(
         work.delete()
         raise
     left_out = json.loads(json.dumps(bad.rows, default=str))
-    write_json(work.root / SIZES_FILE, {"sizes": sizes, "bad_rows": left_out})
+    places.write_json(work.root / SIZES_FILE, {"sizes": sizes, "bad_rows": left_out})
     return sizes, bad
 
 
@@ -558,7 +534,7 @@ def sort_shards(corpus: Place, sizes: Sequence[int], work: Work, tasks: Tasks, b
     except DuplicateId:
         work.delete()
         raise
-    clear(work.root / SPOOL)
+    places.clear(work.root / SPOOL)
 
 
 def _base(step: Step, encoder: InstructionEncoder, settings: IndexSettings) -> Base | None:
@@ -623,9 +599,8 @@ def encode_block(encoder: InstructionEncoder, work: Work, block: Block) -> int:
 
 def choose_build(settings: IndexSettings, sizes: Sequence[int], dimension: int) -> Build:
     """The index type of all shards, chosen for the largest."""
-    chosen = faiss_index.choose(
-        max(sizes), dimension, settings.memory_gib, settings.shards, settings.factory, settings.vectors
-    )
+    given = settings.memory_gib, settings.shards, settings.factory, settings.vectors
+    chosen = faiss_index.choose(max(sizes), dimension, *given)
     return Build(chosen, settings.memory_gib, settings.recall_floor, settings.shards, settings.lexical)
 
 
@@ -655,4 +630,4 @@ def write_shard(root: Place, work: Work, shard: int, blocks: Sequence[Block], bu
         return build_shard(directory, build)
 
     with output_errors(work.settings.output):
-        return write_once(root, shard_name(shard), write)
+        return shard_files.write_once(root, shard_name(shard), write)

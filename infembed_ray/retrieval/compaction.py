@@ -13,17 +13,10 @@ from pathlib import Path
 from infembed_ray.config.retrieval import CompactSettings, IndexSettings
 from infembed_ray.errors import InputError
 from infembed_ray.progress import counted, say
-from infembed_ray.retrieval import versions
+from infembed_ray.retrieval import shard_files, versions
 from infembed_ray.retrieval.build import Tasks, output_errors, write_shards
 from infembed_ray.retrieval.passages import schema, write_passages
-from infembed_ray.retrieval.shard_files import (
-    PASSAGES_FILE,
-    VECTORS_FILE,
-    ShardFacts,
-    clear_attempts,
-    verify_local,
-    write_once,
-)
+from infembed_ray.retrieval.shard_files import PASSAGES_FILE, VECTORS_FILE, ShardFacts
 from infembed_ray.retrieval.shards import Build, Shard, build_shard, shard_name, write_vectors
 from infembed_ray.retrieval.updates.live_shard import LiveShard
 from infembed_ray.retrieval.versions import IndexFacts, change_log
@@ -85,7 +78,7 @@ class Compaction:
             facts = replace(self.facts, passages=passages, shards=shards, folded=self.until)
             staging.counts = {"passages": passages, "shards": len(shards), "changes": self.changes}
             staging.facts = {"index": facts.as_json()}
-        clear_attempts(step.remote or step.path, shards)
+        shard_files.clear_attempts(step.remote or step.path, shards)
 
 
 def _write_shard(root: Place, work: Compaction, number: int) -> ShardFacts:
@@ -93,7 +86,7 @@ def _write_shard(root: Place, work: Compaction, number: int) -> ShardFacts:
     facts, old, settings = work.facts, work.facts.shards[number], work.settings
 
     def write(directory: Path) -> ShardFacts:
-        verify_local(work.base, old)  # the next version gets new checksums
+        shard_files.verify_local(work.base, old)  # the next version gets new checksums
         log = change_log(work.base, facts)
         live = LiveShard(Shard.open(work.base, old), log, number, facts.folded, work.until)
         passages = (passages for passages, _ in live.content())
@@ -101,13 +94,11 @@ def _write_shard(root: Place, work: Compaction, number: int) -> ShardFacts:
         count = write_passages(directory / PASSAGES_FILE, columns, passages)
         vectors = (vectors for _, vectors in live.content())
         write_vectors(directory / VECTORS_FILE, vectors, count, facts.dimension, facts.vectors)
-        floor = settings.recall_floor
-        return build_shard(
-            directory, Build(settings.factory, settings.memory_gib, floor, settings.shards, settings.lexical)
-        )
+        limits = settings.memory_gib, settings.recall_floor
+        return build_shard(directory, Build(settings.factory, *limits, settings.shards, settings.lexical))
 
     with output_errors(str(root.parent)):
-        return write_once(root, shard_name(number), write)
+        return shard_files.write_once(root, shard_name(number), write)
 
 
 def compact(settings: CompactSettings, tasks: Tasks) -> Published:

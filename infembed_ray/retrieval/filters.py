@@ -194,10 +194,8 @@ def _conditions(
         raise FilterError(f"{where}: no operator for {field}, of type {kind}; {nearest(str(operator), valid)}")
     is_list, takes_list = isinstance(written, (list, tuple)), operator in ("in", "nin", "all")
     if is_list != takes_list or (is_list and not written):
-        wanted = (
-            "a list of at least one value; eq and ne take one value" if takes_list else "one value; in takes a list"
-        )
-        raise FilterError(f"{where}: must be {wanted}")
+        one, several = "one value; in takes a list", "a list of at least one value; eq and ne take one value"
+        raise FilterError(f"{where}: must be {several if takes_list else one}")
     given = written if takes_list else [written]
     sizes += [1] * len(given) if operator == "all" else [len(given)]
     if len(sizes) > MAX_CONDITIONS or sum(sizes) > MAX_VALUES:

@@ -178,10 +178,8 @@ class Milvus:
             self.client.load_collection(name, timeout=None)  # waits for the index
             (counted,) = self.client.query(name, output_fields=["count(*)"], consistency_level="Strong")
             if counted["count(*)"] != wanted:
-                raise self.address.fault(
-                    f"{name} holds {counted['count(*)']} of {wanted} passages, because a write was lost or repeated",
-                    "run the same command again: it starts the collection over",
-                )
+                fault = f"{name} holds {counted['count(*)']} of {wanted} passages, because a write was lost or repeated"
+                raise self.address.fault(fault, "run the same command again: it starts the collection over")
             self.client.alter_collection_properties(name, {MANIFEST: json.dumps(manifest)})
         self.use(identity)
 
@@ -352,10 +350,8 @@ def _entity(
     for field, value in entity.items():
         text = json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
         if isinstance(text, str) and (size := len(text.encode())) > MAX_BYTES:
-            raise fault(
-                f"document {id[:80]!r}: its {field.removeprefix(PREFIX)} has {size} bytes, Milvus stores {MAX_BYTES}; "
-                "split the document"
-            )
+            held = f"its {field.removeprefix(PREFIX)} has {size} bytes, Milvus stores {MAX_BYTES}"
+            raise fault(f"document {id[:80]!r}: {held}; split the document")
     return {**entity, _VECTOR: np.asarray(vector, np.float32)}
 
 
@@ -403,10 +399,8 @@ def _connect(address: MilvusAddress, timeout_s: float) -> tuple[Any, bool]:
     lite = "lite" in server
     theirs, ours = (re.findall(r"\d+", text)[:2] for text in (server, pymilvus.__version__))
     if not lite and theirs != ours:
-        raise address.fault(
-            f"the server is Milvus {server}, the client pymilvus {pymilvus.__version__}",
-            f"pip install 'pymilvus=={'.'.join(theirs)}.*'",
-        )
+        fault = f"the server is Milvus {server}, the client pymilvus {pymilvus.__version__}"
+        raise address.fault(fault, f"pip install 'pymilvus=={'.'.join(theirs)}.*'")
     return client, lite
 
 

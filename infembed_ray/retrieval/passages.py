@@ -32,8 +32,6 @@ COLUMN_TYPES: Mapping[FieldType, pa.DataType] = {
     "datetime": pa.timestamp("us", "UTC"),
     "strings": pa.list_(TEXT),
 }
-
-
 CHUNKS = "_chunks"
 """Last column of passages that are cut into chunks: their `Bounds`."""
 
@@ -178,10 +176,8 @@ def take(passages: pa.Table, rows: np.ndarray) -> pa.Table:
     of_chunk = np.searchsorted(starts, rows, side="right") - 1
     by_chunk = np.argsort(of_chunk, kind="stable")
     used, firsts = np.unique(of_chunk[by_chunk], return_index=True)
-    parts = [
-        chunks[chunk].take(pa.array(rows[some] - starts[chunk]))
-        for chunk, some in zip(used, np.split(by_chunk, firsts[1:]), strict=True)
-    ]
+    of_used = zip(used, np.split(by_chunk, firsts[1:]), strict=True)
+    parts = [chunks[chunk].take(pa.array(rows[some] - starts[chunk])) for chunk, some in of_used]
     place = np.empty(len(rows), np.int64)
     place[by_chunk] = np.arange(len(rows))
     return pa.Table.from_batches(parts, passages.schema).combine_chunks().take(pa.array(place))

@@ -19,24 +19,14 @@ import pyarrow.compute as pc
 
 from infembed_ray.config.retrieval import Precision
 from infembed_ray.errors import InputError
-from infembed_ray.retrieval import faiss_index
+from infembed_ray.retrieval import faiss_index, shard_files
 from infembed_ray.retrieval import lexical as lexicals
 from infembed_ray.retrieval.chunks import Chunk
 from infembed_ray.retrieval.faiss_import import faiss
 from infembed_ray.retrieval.faiss_index import Searcher, calibrate
 from infembed_ray.retrieval.lexical import Lexical
 from infembed_ray.retrieval.passages import CHUNKS, VectorRows, open_passages
-from infembed_ray.retrieval.shard_files import (
-    INDEX_FILE,
-    PASSAGES_FILE,
-    POSTINGS_FILE,
-    TERMS_FILE,
-    VECTORS_FILE,
-    FileChecksums,
-    ShardFacts,
-    local_directory,
-    verify,
-)
+from infembed_ray.retrieval.shard_files import INDEX_FILE, PASSAGES_FILE, VECTORS_FILE, FileChecksums, ShardFacts
 from infembed_ray.storage import durable
 from infembed_ray.storage.places import Place
 
@@ -131,7 +121,7 @@ class Shard:
         Raises:
             InputError: a file is missing, has another size or cannot be opened; or a block of the copy has a wrong checksum.
         """
-        directory = local_directory(root, facts)
+        directory = shard_files.local_directory(root, facts)
         try:
             passages = open_passages(directory / PASSAGES_FILE)
             if facts.factory.startswith("HNSW"):
@@ -140,7 +130,7 @@ class Shard:
             originals = np.load(directory / VECTORS_FILE, mmap_mode="r") if VECTORS_FILE in facts.checksums else None
             lexical = Lexical.open(directory) if facts.lexical else None
         except (OSError, RuntimeError, ValueError):
-            verify(directory.parent, replace(facts, name=directory.name))  # names the damaged file
+            shard_files.verify(directory.parent, replace(facts, name=directory.name))  # names the damaged file
             raise
         return cls(Searcher(index, originals, facts.search, gpu), passages, facts.vectors, lexical)
 
@@ -167,11 +157,6 @@ class Shard:
                 best = np.sort(np.unique(passages, return_index=True)[1])[:k]
                 scores[query, : len(best)], rows[query, : len(best)] = found[query][best], passages[best]
         return scores, rows
-
-    def search(self, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> list[list[Hit]]:
-        """As `search_rows`, with the passages of the rows: the hits of each query."""
-        scores, rows = self.search_rows(vectors, k, keep)
-        return self.hits(rows, scores)
 
     def hits(self, rows: np.ndarray, scores: np.ndarray) -> list[list[Hit]]:
         """Fetch the passages of (queries, k) rows with their scores; skips rows below 0."""
@@ -261,9 +246,8 @@ def build_shard(directory: Path, build: Build) -> ShardFacts:
         raise ValueError(f"{directory.name}: {passages} passages, {len(vectors)} vectors: must have the same length")
     factory = "Flat"
     if passages:
-        factory = faiss_index.choose(
-            len(vectors), vectors.shape[1], build.memory_gib, build.shards, build.factory, precision
-        )
+        limits = build.memory_gib, build.shards, build.factory, precision
+        factory = faiss_index.choose(len(vectors), vectors.shape[1], *limits)
     index = faiss_index.build(factory, vectors)
     searcher = Searcher(index, vectors)
     parameters, recall = calibrate(searcher)
@@ -281,7 +265,7 @@ def build_shard(directory: Path, build: Build) -> ShardFacts:
     if build.lexical:
         few = table.select(["text"]).to_batches(max_chunksize=1024)  # in memory at a time
         lexicals.write(directory, chain.from_iterable(batch.column(0).to_pylist() for batch in few))
-        names += [TERMS_FILE, POSTINGS_FILE]
+        names += [shard_files.TERMS_FILE, shard_files.POSTINGS_FILE]
     return ShardFacts(
         name=directory.name,
         passages=passages,

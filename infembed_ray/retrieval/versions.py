@@ -18,21 +18,13 @@ from typing import Any
 from infembed_ray.config.retrieval import FieldType, Precision
 from infembed_ray.errors import InputError
 from infembed_ray.progress import counted, say
+from infembed_ray.retrieval import shard_files
 from infembed_ray.retrieval.shard_files import ShardFacts
-from infembed_ray.retrieval.shard_files import verify as verify_shard
 from infembed_ray.retrieval.updates.write_ahead_log import ChangeLog, LogFault
+from infembed_ray.storage import steps
 from infembed_ray.storage.object_store import Folder
 from infembed_ray.storage.places import Place, address, delete, errors_at
-from infembed_ray.storage.steps import (
-    MANIFEST,
-    Published,
-    Step,
-    find_input,
-    newest,
-    open_place,
-    read_manifest,
-    set_latest,
-)
+from infembed_ray.storage.steps import MANIFEST, Published, Step, find_input, open_place, read_manifest
 
 FORMAT = 3
 """Format of the files and facts, part of a version's identity."""
@@ -158,7 +150,7 @@ def versions(output: str | Place) -> list[IndexVersion]:
     root = open_place(output, "index") if isinstance(output, str) else output
     if isinstance(root, Path) and not root.is_dir():
         raise InputError.of("index", output, "no such directory", "give the output of `infembed index`")
-    current = newest(root)
+    current = steps.newest(root)
     usable = []
     for place in _places(root):
         try:
@@ -186,7 +178,7 @@ def use(output: str | Path, version: str) -> None:
     root = open_place(str(output), "index")
     meant = chosen(version, [usable.id for usable in versions(root)], root)
     verify(address(root / meant))
-    set_latest(root, meant)
+    steps.set_latest(root, meant)
 
 
 def chosen(version: str, ids: Sequence[str], root: object) -> str:
@@ -207,7 +199,7 @@ def verify(index: str | Path) -> int:
     facts = IndexFacts.read(root)
     try:
         for shard in facts.shards:
-            verify_shard(root, shard)
+            shard_files.verify(root, shard)
     except InputError as damage:
         if isinstance(root, Path):  # the next build moves a damaged version aside
             raise
@@ -266,7 +258,7 @@ def finished(step: Step) -> Published | None:
         if damage := _damage(version):
             say(f"index: {version.name} is left out: {damage}")
             continue
-        set_latest(step.place, version.name)
+        steps.set_latest(step.place, version.name)
         say(f"index: {version.name} was compacted from this build, with the changes made through the API")
         return as_published(version)
     if (done := step.finished()) is None:
@@ -281,7 +273,7 @@ def _damage(version: Place) -> InputError | None:
     """What is wrong with the files of a version. Those in an object store are not read."""
     try:
         for shard in IndexFacts.read(version).shards if isinstance(version, Path) else ():
-            verify_shard(version, shard)
+            shard_files.verify(version, shard)
     except InputError as damage:
         return damage
     return None
@@ -313,7 +305,5 @@ def latest_of(step: Step) -> tuple[Place, IndexFacts] | None:
 def warn_of_changes(step: Step) -> None:
     """Warn if the version that is served has changes that a build will not have."""
     if (latest := latest_of(step)) and latest[1].lineage != step.identity and (last := change_log(*latest).last()):
-        say(
-            f"index: {latest[0].name} has {counted(last, 'segment')} of changes made through the API; this build has only the "
-            "corpus (`infembed index compact` keeps the changes)"
-        )
+        changes = f"{latest[0].name} has {counted(last, 'segment')} of changes made through the API"
+        say(f"index: {changes}; this build has only the corpus (`infembed index compact` keeps the changes)")

@@ -88,10 +88,8 @@ def require_room(new: ReleaseSpec, current: ReleaseSpec | None = None) -> None:
             continue
         most = max(needed - kept or needed, key=lambda one: (one.each > largest, one.replicas * one.each))
         both = f" of {new.versions} and of the current release" if current else ""
-        fault = (
-            f"{counted(most.replicas, 'replica')} of it; all replicas{both} together need {total:g} {resource}, the cluster "
-            f"has {sum(held):g}, its largest node {largest:g}"
-        )
+        asked = f"{counted(most.replicas, 'replica')} of it; all replicas{both} together need {total:g} {resource}"
+        fault = f"{asked}, the cluster has {sum(held):g}, its largest node {largest:g}"
         remedy = "lower the setting or the number of replicas, or add nodes"
         if current:
             remedy += "; or stop the API and start it again: both releases run until the switch"

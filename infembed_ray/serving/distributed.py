@@ -168,10 +168,9 @@ def _start_serve(plan: Plan) -> None:
             return
         except TimeoutError as error:  # a second call attaches to the running controller
             if last:
-                raise StartError(
-                    f"Ray Serve's proxies did not start ({in_one_line(error)}); this was the second attempt: the machine "
-                    "is probably overloaded, try again when it is less busy"
-                ) from error
+                fault = f"Ray Serve's proxies did not start ({in_one_line(error)})"
+                advice = "the machine is probably overloaded, try again when it is less busy"
+                raise StartError(f"{fault}; this was the second attempt: {advice}") from error
 
 
 # ---------------------------------------------------------------------------------------------------------- checks

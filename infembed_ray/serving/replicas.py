@@ -188,10 +188,8 @@ class ShardSearch(Reporting):
     def __init__(self, arguments: IndexArguments, number: int, *others: DeploymentHandle) -> None:
         described = Index.describe(arguments.index)
         if described.version != arguments.version:
-            raise InputError(
-                f"index={arguments.index}: holds version {described.version} now, `serve` was started with "
-                f"{arguments.version}; start `serve` again"
-            )
+            fault = f"holds version {described.version} now, `serve` was started with {arguments.version}"
+            raise InputError.of("index", arguments.index, fault, "start `serve` again")
         facts = described.facts
         base = Shard.open(described.path, facts.shards[number], gpu=arguments.settings.gpus_per_shard > 0)
         changes = change_log(described.path, facts)
@@ -317,10 +315,9 @@ class Ingress:
         self._supervisor = RemoteDeployment(supervisor)
         self._keys = ApiKeys.load(settings.api_keys_env, settings.api_keys_file, settings.ingress_replicas)
         if arguments.locked and not self._keys:
-            raise RuntimeError(
-                f"api_keys_env={settings.api_keys_env}: set where `serve` was started but not on the node of the "
-                "ingress, which would be open; set it in the environment of all nodes"
-            )
+            fault = "set where `serve` was started but not on the node of the ingress, which would be open"
+            remedy = "set it in the environment of all nodes"
+            raise RuntimeError(f"api_keys_env={settings.api_keys_env}: {fault}; {remedy}")
         self._reporter = MetricsReporter(self._collect)
         self._served: tuple[ReleaseSpec, dict[str, Release]] | None = None
         self._wanted: ReleaseSpec | None = None

@@ -77,9 +77,8 @@ def _cross_encoder(settings: ServeSettings, rerank: RerankSettings) -> RerankerA
         raise InputError.of("rerank.model.kind", reranker.kind, "does not read query and passage together", remedy)
     path = checkpoint.locate(reranker.model, "rerank.model", reranker.revision).path
     if Path(path).is_absolute():
-        KINDS[reranker.kind](
-            reranker.model_copy(update={"model": path}), "meta", BATCH_TOKENS
-        )  # raises if model and kind do not fit
+        located = reranker.model_copy(update={"model": path})
+        KINDS[reranker.kind](located, "meta", BATCH_TOKENS)  # raises if model and kind do not fit
     fingerprint = checkpoint.fingerprint(path, json.dumps(reranker.identity(), sort_keys=True))
     formats = {name: value for name, value in own.items() if name != "model"}
     return RerankerArguments(

@@ -339,18 +339,15 @@ class ProbeFigures(NamedTuple):
 def worse_rankings(current: ProbeFigures, new: ProbeFigures, limits: ServeSettings) -> str | None:
     """Return why the new release must not replace the current one; None if its rankings are good enough."""
     if current.ndcg == new.ndcg == 0:
-        return (
-            "neither release finds a relevant passage of `probes` among its first ten; give the ids of indexed passages"
-        )
+        fault = "neither release finds a relevant passage of `probes` among its first ten"
+        return f"{fault}; give the ids of indexed passages"
     drops = [("nDCG@10", current.ndcg, new.ndcg, limits.max_ndcg_drop, "max_ndcg_drop")]
     if current.p_mrr is not None and new.p_mrr is not None:
         drops.append(("p-MRR", current.p_mrr, new.p_mrr, limits.max_p_mrr_drop, "max_p_mrr_drop"))
     for measure, before, after, allowed, setting in drops:
         if after < before - allowed:
-            return (
-                f"its {measure} on the probes is {after:.1f}, the current release's {before:.1f}; "
-                f"{setting}={allowed:g} less is allowed"
-            )
+            fault = f"its {measure} on the probes is {after:.1f}, the current release's {before:.1f}"
+            return f"{fault}; {setting}={allowed:g} less is allowed"
     return None
 
 
@@ -365,9 +362,8 @@ async def probe(search: Callable[[SearchRequest], Awaitable[SearchResponse]], pr
         asked = {f"{number}": (item.instruction, item.relevant)}
         if item.changed_instruction is not None:
             asked[f"{number} changed"] = item.changed_instruction, item.changed_relevant
-            changes.append(
-                Change(f"{number}", f"{number} changed", tuple(set(item.relevant) - set(item.changed_relevant)))
-            )
+            lost = tuple(set(item.relevant) - set(item.changed_relevant))
+            changes.append(Change(f"{number}", f"{number} changed", lost))
         for name, (instruction, relevant) in asked.items():
             queries[name] = SearchRequest(query=item.query, instruction=instruction, top_k=PROBE_TOP_K)
             judged[name] = dict.fromkeys(relevant, 1)
@@ -453,8 +449,7 @@ def served_release() -> ReleaseSpec | None:
     if application is None or INGRESS not in application.deployments:
         return None
     ingress = serve.get_deployment_handle(INGRESS, app_name=APPLICATION)
-    release: ReleaseSpec | None = ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)[0]
-    return release
+    return ingress.served.remote().result(timeout_s=READY_TIMEOUT_S)[0]
 
 
 def _wait_until_served(release: ReleaseSpec, times: int) -> None:

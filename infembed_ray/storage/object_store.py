@@ -276,18 +276,16 @@ class Folder:
     def upload(self, file: Path, name: str) -> None:
         """Copy a local file to the store."""
         system, path = self.file_system()
-        filesystems.copy_files(
-            str(file), f"{path}/{name}", filesystems.LocalFileSystem(), system, chunk_size=_CHUNK, use_threads=False
-        )
+        options = {"chunk_size": _CHUNK, "use_threads": False}
+        filesystems.copy_files(str(file), f"{path}/{name}", filesystems.LocalFileSystem(), system, **options)
 
     def download(self, name: str, file: Path) -> None:
         """Copy an object to a local file, atomically."""
         system, path = self.file_system()
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f"{file.name}.partial")
-        filesystems.copy_files(
-            f"{path}/{name}" if name else path, str(partial), system, filesystems.LocalFileSystem(), chunk_size=_CHUNK
-        )
+        source, local = f"{path}/{name}" if name else path, filesystems.LocalFileSystem()
+        filesystems.copy_files(source, str(partial), system, local, chunk_size=_CHUNK)
         partial.replace(file)
 
     def delete(self, name: str) -> None:

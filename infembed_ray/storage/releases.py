@@ -40,9 +40,8 @@ def promote(release: str, alias: str, ungated: bool = False) -> tuple[str | None
     place = find_input(followed(release, "RUN"), "RUN")
     manifest = read_manifest(place, "RUN")
     if (stage := manifest["stage"]) != RELEASE:
-        raise InputError.of(
-            "RUN", release, f"is an output of `{stage}`", f"give one in a pipeline's folder `{RELEASE}`"
-        )
+        remedy = f"give one in a pipeline's folder `{RELEASE}`"
+        raise InputError.of("RUN", release, f"is an output of `{stage}`", remedy)
     if (off := manifest.get("gates", {}).get("off")) and not ungated:
         remedy = "run the pipeline with its gates, or promote with --ungated"
         raise InputError.of("RUN", release, f"its gates are off ({', '.join(off)})", remedy)

@@ -26,19 +26,10 @@ from infembed_ray.config.base import Kind, Settings, with_texts
 from infembed_ray.errors import InputError, check_all, in_one_line
 from infembed_ray.progress import say
 from infembed_ray.redaction import masked
-from infembed_ray.storage import durable, provenance
+from infembed_ray.storage import durable, places, provenance
 from infembed_ray.storage.leases import lease, timestamp
 from infembed_ray.storage.object_store import SCRATCH, Entry, Folder, convert_errors, is_uri, listing_digest, scratch
-from infembed_ray.storage.places import (
-    Place,
-    delete,
-    errors_at,
-    expanded,
-    fingerprint_files,
-    has_pattern,
-    read_text,
-    write_json,
-)
+from infembed_ray.storage.places import Place, errors_at, expanded, has_pattern
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -94,9 +85,8 @@ def find_input(value: str, name: str) -> Place:
         raise InputError.of(name, place, "no object has this name or begins with it", "check the path")
     remedy = ""
     if _JOB_COPY in place.parts:
-        remedy = (
-            "the upload of the job's working directory leaves out what .gitignore names; give an absolute path or a URI"
-        )
+        left_out = "the upload of the job's working directory leaves out what .gitignore names"
+        remedy = f"{left_out}; give an absolute path or a URI"
     elif _HUB_NAME.fullmatch(value):
         remedy = f"for a data set of the hub run `hf download {value} --repo-type dataset --local-dir DIR` and give DIR"
     raise InputError.of(name, value, "no such file or directory", remedy)
@@ -146,7 +136,7 @@ def resolve(place: Place) -> Place:
 
 def newest(place: Place) -> str:
     """Return the identity of the output that `latest` of a directory or folder names; empty if there is none."""
-    return (read_text(place / LATEST) or "").strip() if (place / LATEST).is_file() else ""
+    return (places.read_text(place / LATEST) or "").strip() if (place / LATEST).is_file() else ""
 
 
 def set_latest(root: Place, identity: str) -> None:
@@ -170,7 +160,7 @@ def fingerprint(path: Place) -> str:
         files = sorted(f for f in path.rglob("*") if f.is_file() and f.relative_to(path).parts[0] not in _HISTORY)
     else:
         files = [path]
-    return fingerprint_files(files, relative_to=path)
+    return places.fingerprint_files(files, relative_to=path)
 
 
 def read_manifest(path: Place, name: str) -> dict[str, Any]:
@@ -180,7 +170,7 @@ def read_manifest(path: Place, name: str) -> dict[str, Any]:
         InputError: the directory is not a published output, or its manifest is damaged.
     """
     with errors_at(path, name):
-        text = read_text(path / MANIFEST)
+        text = places.read_text(path / MANIFEST)
     if text is None:
         raise InputError.of(name, path, f"not a published output (no {MANIFEST})", "give the output of a finished step")
     try:
@@ -221,7 +211,7 @@ def recorded(place: Place, stage: str, run: str) -> Iterator[None]:
         written = time.monotonic()
         state.update(changes, updated=timestamp())
         with contextlib.suppress(Exception):  # stores raise errors of three libraries
-            write_json(file, state)
+            places.write_json(file, state)
 
     def progress(line: str) -> None:
         state["progress"] = masked(line)
@@ -236,7 +226,7 @@ def recorded(place: Place, stage: str, run: str) -> Iterator[None]:
             write(error=in_one_line(error, stage))
             raise
     with contextlib.suppress(Exception):
-        delete(file)
+        places.delete(file)
 
 
 @contextlib.contextmanager
@@ -401,9 +391,8 @@ class Step:
                 fault = "another run has just finished this output"
                 raise InputError.of("output", self.place, fault, "run again to use it")
             own = self.root / f".{self.identity}{STATE_SUFFIX}"
-            if not self.partial.exists() and (
-                others := [file for file in self.root.glob(f".*{STATE_SUFFIX}") if file != own]
-            ):
+            others = [file for file in self.root.glob(f".*{STATE_SUFFIX}") if file != own]
+            if others and not self.partial.exists():
                 other = others[0].name.removesuffix(STATE_SUFFIX).strip(".")
                 say(f"{self.stage}: starts from the beginning: the unfinished run {other} has other settings or inputs")
             staging = Staging(self.partial, self.remote)

@@ -150,10 +150,8 @@ class _BatchRunner:
             if batch.stage == "prepared":
                 batch.discard()  # drafted again if it is still needed
             elif batch.base_url != self._base_url:
-                raise RunFailure(
-                    f"endpoint.base_url={self._base_url}: a batch waits at {batch.base_url}; set that, or remove "
-                    f"{batch.path('json')} to forget it"
-                )
+                remedy = f"set that, or remove {batch.path('json')} to forget it"
+                raise RunFailure(f"endpoint.base_url={self._base_url}: a batch waits at {batch.base_url}; {remedy}")
             else:
                 self._committed_usd += batch.worst_usd
                 submitted.append(batch)
@@ -185,10 +183,8 @@ class _BatchRunner:
                 wave += self._add(drafts, request)
         wave += [self._prepare(draft) for draft in drafts.values()]
         if over_budget and not wave:
-            raise RunFailure(
-                f"limits.budget_usd={budget_usd}: the budget is used up; {counted(over_budget, 'request')} "
-                "are left; raise it, the same command resumes"
-            )
+            left = f"{counted(over_budget, 'request')} are left; raise it, the same command resumes"
+            raise RunFailure(f"limits.budget_usd={budget_usd}: the budget is used up; {left}")
         return wave
 
     def _add(self, drafts: defaultdict[str, _Draft], request: Request) -> list[RequestBatch]:
@@ -267,10 +263,8 @@ class _BatchRunner:
         """Discard a batch that the endpoint refused because of its quota, and lower the quota."""
         others = self._enqueued(batch.model) - batch.tokens
         if not others and time.time() - self._admitted > ADMISSION_S:
-            raise RunFailure(
-                f"endpoint.base_url={batch.base_url}: other jobs have used the quota of {batch.model} for "
-                f"{ADMISSION_S / 3600:g} hours ({refusal}); the same command resumes"
-            )
+            fault = f"other jobs have used the quota of {batch.model} for {ADMISSION_S / 3600:g} hours ({refusal})"
+            raise RunFailure(f"endpoint.base_url={batch.base_url}: {fault}; the same command resumes")
         if not self.report.refused_for_quota:
             say(f"synthesize: the endpoint's quota holds fewer batches ({refusal}); the others follow as those end")
         self.report.refused_for_quota += 1
@@ -374,9 +368,10 @@ class _BatchRunner:
             say(f"synthesize: batches.rest=online: {what} and their rows' later steps are asked at full price")
             return
         if self._batches.rest == "stop" and not all(self._faults[key].refused for key in self._left):
+            online = "batches.rest=online to ask them and their rows' later steps at full price"
+            ways = f"set {online}, or batches.rest=dead_letter to do without these rows"
             raise RunFailure(
-                f"batches.rest=stop: there are {what}; run the same command to batch them again, or set batches.rest=online to ask "
-                f"them and their rows' later steps at full price, or batches.rest=dead_letter to do without these rows"
+                f"batches.rest=stop: there are {what}; run the same command to batch them again, or {ways}"
             )
         say(f"synthesize: {what}: their rows become dead letters")
         self.report.left_out = {key: self._faults[key].reason for key in self._left}

@@ -161,18 +161,15 @@ def _run_rows(job: Job, step: Step, outputs: Outputs, spent_usd: float) -> Ledge
     if budget_usd is not None:
         budget.note_unjournaled(job.journal, job.table, stats.committed_usd)
     if unfinished:
-        raise InputError(
-            f"{stats.failure}; {unfinished} of {seeds} seeds are left undone and nothing is published; "
-            "the journal keeps what was answered, the same command resumes"
-        )
+        left = f"{unfinished} of {seeds} seeds are left undone and nothing is published"
+        raise InputError(f"{stats.failure}; {left}; the journal keeps what was answered, the same command resumes")
     return stats
 
 
 def _stats(coordinator: Any) -> LedgerStats | None:
     """Return the state of the run; None if the coordinator is lost, which the actors report."""
     with contextlib.suppress(ray.exceptions.RayError):
-        stats: LedgerStats = ray.get(coordinator.stats.remote())
-        return stats
+        return ray.get(coordinator.stats.remote())
     return None
 
 

@@ -9,8 +9,6 @@ SPELLINGS = {"cpp": "c++", "csharp": "c#", "golang": "go", "js": "javascript", "
 """Programming languages as in file names -> their usual spelling."""
 
 FEWEST_WORDS: dict[Generated, int] = {"instruction": 3, "query": 1}
-
-
 _AROUND = [
     re.compile(pattern, re.DOTALL)
     for pattern in (

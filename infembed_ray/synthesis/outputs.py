@@ -1,7 +1,5 @@
 """Output files of a run, written in the order of the seeds, and the figures of its manifest."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import sqlite3
@@ -72,9 +70,8 @@ class Outputs(contextlib.ExitStack):
         while next_outcome is not None:
             self._write(next_outcome)
             self._next += 1
-            row = self._waiting.execute(
-                "DELETE FROM waiting WHERE seed = ? RETURNING outcome", (self._next,)
-            ).fetchone()
+            taken = "DELETE FROM waiting WHERE seed = ? RETURNING outcome"
+            row = self._waiting.execute(taken, (self._next,)).fetchone()
             next_outcome = row and pickle.loads(row[0])
 
     def _write(self, outcome: Outcome) -> None:
@@ -128,11 +125,10 @@ class Outputs(contextlib.ExitStack):
         dead = self._kinds["dead_letter"]
         if dead and dead / self._next > most:
             causes = "; ".join(f"{n} x {self._examples[cause]}" for cause, n in self._causes.most_common(_CAUSES))
-            raise InputError(
-                f"max_dead_letters={most:g}: {dead} of {self._next} seeds ({dead / self._next:.1%}) are dead letters, so nothing "
-                f"is published: {causes}. Mend the cause and run the same command, which asks again only what was not answered, "
-                f"or raise max_dead_letters; {tables.DEAD_LETTER_FILE} is in {self._directory}"
-            )
+            share = f"{dead} of {self._next} seeds ({dead / self._next:.1%}) are dead letters, so nothing is published: {causes}"
+            rerun = "Mend the cause and run the same command, which asks again only what was not answered, or raise max_dead_letters"
+            file = f"{tables.DEAD_LETTER_FILE} is in {self._directory}"
+            raise InputError.of("max_dead_letters", f"{most:g}", f"{share}. {rerun}", file)
 
     def require_kept(self) -> None:
         """Refuse a run that keeps no record by an InputError that names the first failure."""

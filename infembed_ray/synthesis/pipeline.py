@@ -152,9 +152,8 @@ async def synthesize(seed: Seed, pool: Sequence[str], settings: SynthesizeSettin
     except (RunFailure, MemoryError):  # these concern all rows
         raise
     except Exception as error:
-        return replace(
-            row.dead_letter(in_one_line(error)), traceback=replace_surrogates(masked(traceback.format_exc()))
-        )
+        lines = replace_surrogates(masked(traceback.format_exc()))
+        return replace(row.dead_letter(in_one_line(error)), traceback=lines)
     return replace(row.outcome("kept"), complement=complement)
 
 
@@ -495,10 +494,9 @@ class CircuitBreaker:
                 self._failures[failed] += 1
                 if self._failures[failed] >= self._alike and self.failure is None:
                     setting, model = model_of(self._settings, step)
-                    self.failure = (
-                        f"{setting}.model={model.model}: step {step} failed alike for all of the first {self._failures[failed]} "
-                        f"rows ({outcome.row['error']}); correct the settings of {setting} or of the endpoint"
-                    )
+                    rows = f"all of the first {self._failures[failed]} rows ({outcome.row['error']})"
+                    remedy = f"correct the settings of {setting} or of the endpoint"
+                    self.failure = f"{setting}.model={model.model}: step {step} failed alike for {rows}; {remedy}"
         return self.failure
 
 

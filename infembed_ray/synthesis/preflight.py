@@ -165,25 +165,22 @@ def _check_journal(job: Job) -> None:
 def _check_batches(job: Job) -> None:
     if not isinstance(job.journal, Path):
         if job.in_batches:
-            raise InputError(
-                f"batches: the state of batches needs a directory, and journal={job.journal} is in an object store; set "
-                "journal=DIRECTORY on a file system that all nodes share, or batches=null"
-            )
+            fault = f"the state of batches needs a directory, and journal={job.journal} is in an object store"
+            remedy = "set journal=DIRECTORY on a file system that all nodes share, or batches=null"
+            raise InputError.of("batches", None, fault, remedy)
     elif not job.in_batches and (waiting := batch_files.pending(job.journal / BATCHES)):
-        raise InputError(
-            f"batches=null: {len(waiting)} batches of an earlier run still wait to be collected; set batches={{}}, or "
-            f"remove {waiting[0]} to pay for its requests again"
-        )
+        fault = f"{len(waiting)} batches of an earlier run still wait to be collected"
+        remedy = f"set batches={{}}, or remove {waiting[0]} to pay for its requests again"
+        raise InputError.of("batches", "null", fault, remedy)
 
 
 def _check_distractors(job: Job) -> None:
     settings, pool = job.settings, job.pool
     most = max(map(len, pool.relevant.values()))
     if len(pool) - most < settings.distractors:
-        raise InputError(
-            f"distractors={settings.distractors}: seeds={settings.seeds} has only {len(pool)} different passages to draw from, "
-            f"and {most} of them for one query; set distractors={len(pool) - most} or give more seeds"
-        )
+        passages = f"{len(pool)} different passages to draw from, and {most} of them for one query"
+        remedy = f"set distractors={len(pool) - most} or give more seeds"
+        raise InputError.of("distractors", settings.distractors, f"seeds={settings.seeds} has only {passages}", remedy)
 
 
 def models(settings: SynthesizeSettings) -> dict[str, ChatModel]:
@@ -229,11 +226,10 @@ def require_all_journaled(job: Job, journal: Journal) -> None:
     run_in_thread(rehearse())
     if missing:
         endpoint = job.settings.endpoint
-        raise InputError(
-            f"endpoint.api_key_env={endpoint.api_key_env}: not set, and {missing.total()} of {job.number} seeds "
-            f"need requests to {' and '.join(sorted(missing))} that are in no journal; "
-            f"export {endpoint.api_key_env}, or name finished journals in replay{missing_key_hint(endpoint)}"
-        )
+        asked = f"{missing.total()} of {job.number} seeds need requests to {' and '.join(sorted(missing))}"
+        remedy = f"export {endpoint.api_key_env}, or name finished journals in replay{missing_key_hint(endpoint)}"
+        fault = f"not set, and {asked} that are in no journal"
+        raise InputError.of("endpoint.api_key_env", endpoint.api_key_env, fault, remedy)
 
 
 @dataclass
@@ -297,11 +293,9 @@ def describe(settings: SynthesizeSettings) -> Iterator[str]:
     else:
         yield f"calls: {made.calls:,.0f} at most, if every record is kept and no answer is malformed{sample}"
         unbound = [f"{name}.max_tokens" for name, model in models(settings).items() if not model.max_tokens]
-        bound = (
-            f"at most {made.answer_tokens:,.0f} for answers"
-            if math.isfinite(made.answer_tokens)
-            else f"no bound for answers; set {' and '.join(unbound)}"
-        )
+        bound = f"at most {made.answer_tokens:,.0f} for answers"
+        if not math.isfinite(made.answer_tokens):
+            bound = f"no bound for answers; set {' and '.join(unbound)}"
         yield f"tokens: about {made.prompt_tokens:,.0f} for prompts, {bound}"
         if math.isfinite(made.usd):
             yield f"price: about {made.usd:,.2f} USD at most, at list prices of {table.as_of}"

@@ -124,10 +124,8 @@ def _fault(name: str, file: Path) -> str | None:
     is_addition = prompt in extensible and re.fullmatch(r"sources/[^/]+/[^/]+", name) is not None
     if file.suffix != ".md" or not (is_addition or (name == prompt and prompt in bundled)):
         names = ", ".join(sorted(each for each in bundled if "/" not in each))
-        return (
-            f"no such prompt; remove it, or name it NAME.md ({names}) or "
-            f"sources/SOURCE/NAME.md ({', '.join(sorted(extensible))})"
-        )
+        of_source = f"sources/SOURCE/NAME.md ({', '.join(sorted(extensible))})"
+        return f"no such prompt; remove it, or name it NAME.md ({names}) or {of_source}"
     try:
         header, text = _read(file)
         version = str(header["version"])

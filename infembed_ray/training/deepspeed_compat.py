@@ -165,11 +165,9 @@ def master_weights(checkpoint: Path) -> dict[str, Any]:
     """
     if any(checkpoint.glob(SHARDED_STATES)):
         with _silence():
-            return dict(
-                get_fp32_state_dict_from_zero_checkpoint(
-                    str(checkpoint.parent), tag=checkpoint.name, exclude_frozen_parameters=True, lazy_mode=True
-                )
-            )
+            options = {"exclude_frozen_parameters": True, "lazy_mode": True}
+            weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name, **options)
+            return dict(weights)
     return dict(torch.load(checkpoint / WHOLE_STATE, map_location="cpu", mmap=True, weights_only=False)["module"])
 
 

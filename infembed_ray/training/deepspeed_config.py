@@ -30,9 +30,8 @@ def check(settings: TrainSettings) -> None:
     if offload is not None and stage == 0:
         raise InputError.of("offload", offload, "zero_stage=0 does not support it", "set zero_stage=1 or higher")
     if offload == "all" and stage != 3:
-        raise InputError.of(
-            "offload", offload, f"needs zero_stage=3, not {stage}", "set offload=optimizer, or zero_stage=3"
-        )
+        remedy = "set offload=optimizer, or zero_stage=3"
+        raise InputError.of("offload", offload, f"needs zero_stage=3, not {stage}", remedy)
     if settings.interpolation < 1 and settings.lora is not None:
         fault, remedy = "lora trains adapters, which have no weights of the model's own", "leave one of the two out"
         raise InputError.of("interpolation", settings.interpolation, fault, remedy)

@@ -102,10 +102,8 @@ def _shortage(settings: TrainSettings) -> str | None:
     has = {name: ray.cluster_resources().get(name, 0.0) for name in needed}
     if all(has[name] >= amount for name, amount in needed.items()):
         return None
-    return (
-        f"workers={settings.workers}: they need {_listed(needed)}, but the cluster has {_listed(has)}; set fewer workers, or "
-        "less for each"
-    )
+    fault = f"they need {_listed(needed)}, but the cluster has {_listed(has)}"
+    return f"workers={settings.workers}: {fault}; set fewer workers, or less for each"
 
 
 def _listed(resources: dict[str, float]) -> str:
@@ -126,10 +124,9 @@ def _explained(error: TrainingFailedError, settings: TrainSettings) -> Exception
     if isinstance(cause, InputError):
         return cause
     kind = RuntimeError if meaning(cause) is None else ClusterError
-    return kind(
-        f"worker {rank} of {settings.workers} failed, after max_failures={settings.max_failures} earlier failures: "
-        f"{in_one_line(cause, 'train')}; run the same command again to resume from the last checkpoint"
-    )
+    failed = f"worker {rank} of {settings.workers} failed, after max_failures={settings.max_failures} earlier failures"
+    remedy = "run the same command again to resume from the last checkpoint"
+    return kind(f"{failed}: {in_one_line(cause, 'train')}; {remedy}")
 
 
 def _remoteness(failure: BaseException) -> int:

@@ -57,9 +57,8 @@ class Engine:
         self.work = Workload(encoder)
         self._settings = settings
         trained = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
-        self._deepspeed, *_ = deepspeed.initialize(
-            model=encoder, model_parameters=trained, config=deepspeed_config(settings)
-        )
+        config = deepspeed_config(settings)
+        self._deepspeed, *_ = deepspeed.initialize(model=encoder, model_parameters=trained, config=config)
         deepspeed_compat.lighten(self._deepspeed)
         mixed = encoder.named_parameters() if settings.interpolation < 1 and settings.validation is not None else ()
         self._own = {n: p.detach().clone() for n, p in mixed if not n.startswith("interaction.")}

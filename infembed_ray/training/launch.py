@@ -60,10 +60,8 @@ def run(settings: TrainSettings) -> Published:
             shutil.copy(left_out, staging.path)
         done = CheckpointManager(staging.path / STATES, resolved, sampler).require_resumable()
         durable.replace_json(staging.path / deepspeed_config.FILE, deepspeed_config.deepspeed_config(settings))
-        what = (
-            f"{counted(len(rows), 'record')}, {counted(sampler.steps, 'step')} on {counted(settings.workers, 'worker')}"
-        )
-        say(f"train: {settings.objective}, {what}")
+        work = f"{counted(len(rows), 'record')}, {counted(sampler.steps, 'step')}"
+        say(f"train: {settings.objective}, {work} on {counted(settings.workers, 'worker')}")
         shared = rows if staging.remote is None else rows.uploaded(staging.remote / STATES)
         try:
             with in_thread(partial(_follow, staging, sampler.steps, done)):
@@ -168,10 +166,8 @@ def check_model(settings: TrainSettings) -> InstructionEncoder:
     if settings.instruction_negatives is None and contrasted and not shares_prefixes:
         joint = 6 * math.ceil(settings.records_per_step / settings.workers) ** 2
         if joint > MOST_JOINT_TEXTS:
-            fault = (
-                f"up to {joint} joint texts per worker and step, more than the limit of {MOST_JOINT_TEXTS}, and this backbone "
-                "cannot share their prefixes"
-            )
+            most = f"up to {joint} joint texts per worker and step, more than the limit of {MOST_JOINT_TEXTS}"
+            fault = f"{most}, and this backbone cannot share their prefixes"
             raise InputError.of("instruction_negatives", "null", fault, "set a number")
     return encoder
 

@@ -79,10 +79,9 @@ class Objective:
                 raise InputError(fault)
         texts = (2 * settings.records_per_step) ** 2
         if objective == NCE and texts > MOST_JOINT_TEXTS:
-            raise InputError(
-                f"records_per_step={settings.records_per_step}: up to {texts} joint texts of {objective} (every instruction "
-                f"with every query), more than the limit of {MOST_JOINT_TEXTS}; lower records_per_step"
-            )
+            most = f"up to {texts} joint texts of {objective} (every instruction with every query)"
+            fault = f"{most}, more than the limit of {MOST_JOINT_TEXTS}"
+            raise InputError.of("records_per_step", settings.records_per_step, fault, "lower records_per_step")
         return objective
 
     def __str__(self) -> str:

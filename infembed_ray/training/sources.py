@@ -23,9 +23,8 @@ from infembed_ray.training.validation import held_out, overlapping
 def named(settings: TrainSettings) -> dict[str, Source]:
     """Return the sources by the setting of their path; InputError if the settings do not name them in one way."""
     if bool(settings.records) == bool(settings.sources):
-        raise InputError(
-            f"records={settings.records or 'null'}: set either records, or sources.NAME.path for each of several sources"
-        )
+        fault = "set either records, or sources.NAME.path for each of several sources"
+        raise InputError.of("records", settings.records or "null", fault)
     if settings.sources and settings.split is not None:
         raise InputError(f"split={settings.split}: applies to records only; set sources.NAME.split")
     for label in settings.sources:
@@ -94,10 +93,8 @@ def write(settings: TrainSettings, places: Mapping[str, Place], file: Path, tall
     if settings.validation is not None:
         held, _ = held_out(settings.validation)
         if shared := overlapping(rows, held):
-            say(
-                f"train: warning: {shared} of the {len(held)} records of validation.records share their id, query or "
-                "positive passage with a training record"
-            )
+            records = f"{shared} of the {len(held)} records of validation.records"
+            say(f"train: warning: {records} share their id, query or positive passage with a training record")
     return rows
 
 
@@ -143,21 +140,16 @@ def _require_trainable(settings: TrainSettings, tallies: Mapping[str, Tally]) ->
     tallies = {name: tally for name, tally in tallies.items() if settings.mixture.get(_label(name), 1)}
     plain = [name for name, tally in tallies.items() if not tally.instructed]
     if "I" in variables and len(plain) == len(tallies):
-        raise InputError(
-            f"objective={settings.objective}: contrasts instructions, and no record has one; set objective='uni{{P}}', "
-            "or name the column of the instructions"
-        )
+        remedy = "set objective='uni{P}', or name the column of the instructions"
+        raise InputError.of("objective", settings.objective, "contrasts instructions, and no record has one", remedy)
     if variables == ("I",) and plain:
-        raise InputError(
-            f"objective={settings.objective}: nothing of {plain[0]} would train, because its records have no instructions; "
-            "add P to the objective, or leave this source out"
-        )
+        fault = f"nothing of {plain[0]} would train, because its records have no instructions"
+        raise InputError.of("objective", settings.objective, fault, "add P to the objective, or leave this source out")
     if settings.hard_negatives == 0 and (settings.distillation is not None or settings.head == "score"):
         raise InputError("hard_negatives=0: distillation and head=score train on hard negatives; set at least 1")
     if settings.head == "score" and not any(t.tuples > t.records or t.negatives for t in tallies.values()):
         raise InputError("head=score: no record has hard negatives; run `infembed mine` first, or set head=embedding")
     if settings.distillation is not None and not any(tally.scored for tally in tallies.values()):
-        raise InputError(
-            "distillation: no record has positive_scores and negative_scores; add them with `infembed mine teacher=...`, or "
-            "leave distillation out"
-        )
+        fault = "no record has positive_scores and negative_scores"
+        remedy = "add them with `infembed mine teacher=...`, or leave distillation out"
+        raise InputError.of("distillation", None, fault, remedy)

@@ -159,10 +159,8 @@ def held_out(settings: ValidationSettings) -> tuple[list[Record], Task]:
     rows = tables.read(place, Record, "validation.records", split=settings.split)
     task = instruction_following(rows)
     if settings.metric == "p_mrr" and not any(change.documents for change in task.changes):
-        raise InputError(
-            "validation.metric=p_mrr: in these records no passage becomes irrelevant when the instruction changes; "
-            "set validation.metric=ndcg_at_10"
-        )
+        fault = "in these records no passage becomes irrelevant when the instruction changes"
+        raise InputError.of("validation.metric", "p_mrr", fault, "set validation.metric=ndcg_at_10")
     return rows, task
 
 

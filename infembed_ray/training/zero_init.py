@@ -78,9 +78,8 @@ def stored_weights(encoder: InstructionEncoder, model: str) -> StoredWeights | N
         shapes: dict[StoredWeight, tuple[int, ...]] = {}
         for path in pretrained.weight_files(model, towers[min(number, len(towers) - 1)]):
             with safe_open(path, "pt") as file:
-                shapes |= {
-                    StoredWeight(path, name): tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())
-                }
+                names = sorted(file.keys())
+                shapes |= {StoredWeight(path, name): tuple(file.get_slice(name).get_shape()) for name in names}
         own = {w.name.removeprefix(f"{backbone.base_model_prefix}."): w for w in shapes}
         parameters = dict(backbone.named_parameters(remove_duplicate=False))  # tied ones are loaded whole
         if any(name not in own or shapes[own[name]] != p.shape for name, p in parameters.items()):

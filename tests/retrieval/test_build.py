@@ -218,7 +218,7 @@ def test_an_actor_reads_only_the_bytes_of_its_block_from_a_store(
             read.append(len(content))
             return content
 
-    monkeypatch.setattr(module, "open_binary", lambda place: pa.PythonFile(Counted(open_binary(place)), "r"))
+    monkeypatch.setattr(module.places, "open_binary", lambda place: pa.PythonFile(Counted(open_binary(place)), "r"))
     passages = work.passages(Block(0, 7, 700, 100))
     assert passages.column("id").to_pylist() == [f"{i:05d}" for i in range(700, 800)]
     assert 100_000 < sum(read) < 200_000

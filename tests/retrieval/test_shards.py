@@ -17,7 +17,7 @@ from infembed_ray.retrieval import faiss_index, shards
 from infembed_ray.retrieval.faiss_index import EXACT_BELOW
 from infembed_ray.retrieval.passages import row_of, schema, write_passages
 from infembed_ray.retrieval.shard_files import ShardFacts
-from infembed_ray.retrieval.shards import Build, Shard, build_shard, shard_of, shards_of, write_vectors
+from infembed_ray.retrieval.shards import Build, Hit, Shard, build_shard, shard_of, shards_of, write_vectors
 from infembed_ray.storage import durable
 from tests.retrieval.vectors import clustered_vectors, unit_vectors
 from tests.support.shards import write_shard
@@ -32,12 +32,17 @@ def write(root: Path, n: int, d: int = 8, precision: str = "float32", **options:
     return write_shard(root / "shard-00000", ids, texts, vectors, **options), vectors
 
 
+def hits_of(shard: Shard, vectors: np.ndarray, k: int, keep: np.ndarray | None = None) -> list[list[Hit]]:
+    scores, rows = shard.search_rows(vectors, k, keep)
+    return shard.hits(rows, scores)
+
+
 def test_hits_carry_typed_metadata(tmp_path: Path) -> None:
     day = datetime.date(2024, 2, 29)
     metadata = {"year": [2020, None, -5], "day": [None, day, day], "lang": ["en", "", None]}
     facts = write_shard(tmp_path / "shard-00000", list("cab"), list("xyz"), unit_vectors(3, 8), metadata, TYPES)
     shard = Shard.open(tmp_path, facts)
-    assert {hit.id: hit.metadata for hit in shard.search(unit_vectors(1, 8), 3)[0]} == {
+    assert {hit.id: hit.metadata for hit in hits_of(shard, unit_vectors(1, 8), 3)[0]} == {
         "c": {"year": 2020, "day": None, "lang": "en"},
         "a": {"year": None, "day": "2024-02-29", "lang": ""},
         "b": {"year": -5, "day": "2024-02-29", "lang": None},
@@ -48,8 +53,8 @@ def test_hits_carry_typed_metadata(tmp_path: Path) -> None:
 def test_a_shard_may_be_empty(tmp_path: Path, factory: str | None) -> None:
     facts = write_shard(tmp_path / "s", [], [], np.empty((0, 8), dtype=np.float32), build=Build(factory))
     shard = Shard.open(tmp_path, facts)
-    assert shard.search(unit_vectors(2, 8), 5) == [[], []]
-    assert shard.search(unit_vectors(2, 8), 5, np.empty(0, bool)) == [[], []]
+    assert hits_of(shard, unit_vectors(2, 8), 5) == [[], []]
+    assert hits_of(shard, unit_vectors(2, 8), 5, np.empty(0, bool)) == [[], []]
     assert shard.vectors(slice(None)).shape == (0, 8)
     assert row_of(shard.passages, "a") is None
 
@@ -86,7 +91,7 @@ def test_every_index_type_is_written_opened_and_searched(tmp_path: Path, kind: s
     for mask in (None, keep):
         kept = exact if mask is None else np.where(mask, exact, -2)
         shares = []
-        for hits, scores in zip(shard.search(queries, 10, mask), kept, strict=True):
+        for hits, scores in zip(hits_of(shard, queries, 10, mask), kept, strict=True):
             assert [hit.text for hit in hits] == [f"text {hit.id[1:]}" for hit in hits]
             products = [scores[ids.index(hit.id)] for hit in hits]
             np.testing.assert_allclose([hit.score for hit in hits], products, atol=1e-6)  # no score is approximate
@@ -146,7 +151,7 @@ def test_a_large_shard_is_a_graph_with_its_recall_measured(tmp_path: Path) -> No
     facts = write_shard(tmp_path / "shard-00000", ids, ids, vectors.astype(np.float16))
     assert facts.factory == "HNSW32_SQfp16"
     assert set(facts.search) == {"efSearch"}
-    hits = Shard.open(tmp_path, facts).search(vectors[:200], 10)
+    hits = hits_of(Shard.open(tmp_path, facts), vectors[:200], 10)
     exact = np.argsort(-(vectors[:200] @ vectors.T), axis=1)[:, :10]
     shares = [len({hit.id for hit in h} & {ids[r] for r in e}) / 10 for h, e in zip(hits, exact, strict=True)]
     assert np.mean(shares) == pytest.approx(facts.recall_at_10, abs=0.02)  # the recall of the opened shard

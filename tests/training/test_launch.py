@@ -90,7 +90,7 @@ def test_output_shows_the_deepspeed_configuration(in_one_process):
         ({"gpus_per_worker": 0.5}, "gpus_per_worker"),
         ({"launcher": "ray", "workers": 3, "records_per_step": 2}, "records_per_step"),
         ({"deepspeed": {"bf16": {"enabled": True}}}, "deepspeed.bf16.enabled"),
-        ({"objective": "nce{PIQ}", "records_per_step": 28}, ""),
+        ({"objective": "nce{PIQ}", "records_per_step": 28}, "records_per_step"),
         ({"instruction_negatives": None, "records_per_step": 28}, "instruction_negatives"),
     ],
 )

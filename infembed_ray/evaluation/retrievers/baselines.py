@@ -41,11 +41,9 @@ class TextEncoder(Protocol):
 
     def encode_queries(self, queries: Sequence[Query]) -> np.ndarray:
         """Embed queries with their instructions: (n, d) float32."""
-        ...
 
     def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
         """Embed passages: (n, d) float32."""
-        ...
 
 
 @runtime_checkable
@@ -54,7 +52,6 @@ class PairReranker(Protocol):
 
     def score(self, pairs: Sequence[tuple[Query, str]]) -> np.ndarray:
         """Score pairs: (n) float32, higher is more relevant."""
-        ...
 
 
 Retriever = TextEncoder | PairReranker
@@ -170,8 +167,7 @@ def load(settings: RetrieverSettings, device: str = "cpu", batch_tokens: int | N
     settings = settings.model_copy(update=copies)
     module, name = _CLASSES[settings.kind]
     retriever = getattr(importlib.import_module(f"infembed_ray.{module}"), name)
-    made: Retriever = retriever(settings, *(() if settings.kind == "api" else (device, batch_tokens)))
-    return made
+    return retriever(settings, *(() if settings.kind == "api" else (device, batch_tokens)))
 
 
 def rank(settings: RetrieverSettings, task: Task, depth: int) -> Run:

@@ -176,8 +176,7 @@ def _unknown(task: Task, ids: Iterable[str]) -> list[str]:
     """Return those of some documents that the corpus lacks."""
     documents = pa.array(ids, pa.string()).unique()
     present = task.corpus["id"].filter(pc.is_in(task.corpus["id"], value_set=documents))  # a table of few ids
-    unknown: list[str] = documents.filter(pc.invert(pc.is_in(documents, value_set=present))).to_pylist()
-    return unknown
+    return documents.filter(pc.invert(pc.is_in(documents, value_set=present))).to_pylist()
 
 
 def _reachable(task: Task) -> Task:

@@ -28,8 +28,6 @@ ATTENTION = "packed_sdpa"
 _VERIFIED = {"bert", "gemma3_text", "llama", "mistral", "modernbert", "qwen2", "qwen3", "roberta", "xlm-roberta"}
 """Types of models whose packed states the tests compare with padded ones; others are compared once when they are loaded."""
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
-
-
 Attend = Callable[..., Tensor]
 """Attention of a layout with one row: (module, query, key, value, **options) -> (1, tokens, heads, head size).
 

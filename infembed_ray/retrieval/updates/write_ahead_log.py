@@ -5,8 +5,6 @@ checksums, then a section for each shard that its changes touch. A damaged or mi
 reused: reading stops before it. `prune` keeps the last segment that all versions have folded in: it marks the log's begin.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
@@ -245,10 +243,8 @@ class ChangeLog:
             sections.append(sink.getvalue().to_pybytes())
         size = _HEADER.itemsize + len(sections) * _SECTION.itemsize + _CHECKSUM_BYTES
         starts = size + np.cumsum([0, *map(len, sections)])
-        facts = [
-            (shard, start, len(content), hashlib.sha256(content).digest())
-            for shard, start, content in zip(sorted(by_shard), starts, sections, strict=False)
-        ]
+        placed = zip(sorted(by_shard), starts, sections, strict=False)
+        facts = [(shard, start, len(content), hashlib.sha256(content).digest()) for shard, start, content in placed]
         header = np.array((_MAGIC, self.shards, len(sections)), _HEADER).tobytes() + np.array(facts, _SECTION).tobytes()
         return b"".join([header, hashlib.sha256(header).digest(), *sections])
 
@@ -314,9 +310,8 @@ def require_fitting(change: Change, dimension: int) -> None:
         vector = np.asarray(change.vector, dtype=np.float32)
         wanted = (dimension,) if change.chunks is None else (len(change.chunks) // 2, dimension)
         if vector.shape != wanted or not vector.size or not np.isfinite(vector).all():
-            raise ChangeError(
-                f"document {reprlib.repr(change.id)}: its vector must be finite and of shape {wanted}, got shape {vector.shape}"
-            )
+            fault = f"its vector must be finite and of shape {wanted}, got shape {vector.shape}"
+            raise ChangeError(f"document {reprlib.repr(change.id)}: {fault}")
 
 
 def typed_metadata(id: str, metadata: Mapping[str, Any], schema: Mapping[str, FieldType]) -> dict[str, Value | None]:

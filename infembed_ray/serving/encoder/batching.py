@@ -203,9 +203,8 @@ class BatchingEngine:
         """Run the model on a batch. Retry a failing batch in halves, so that only the faulty sequences fail."""
         start = time.perf_counter()
         try:
-            vectors = await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._embed, [w.tokens for w in batch]
-            )
+            loop, sequences = asyncio.get_running_loop(), [waiting.tokens for waiting in batch]
+            vectors = await loop.run_in_executor(self._thread, self._embed, sequences)
             for waiting, vector in zip(batch, vectors, strict=True):
                 waiting.request.settle(waiting.row, vector)
         except Exception as error:

@@ -117,8 +117,7 @@ class ApiRoute(APIRoute):
                     parsed = model.model_validate_json(body)
                 except ValidationError as error:
                     raise invalid(error) from None  # the error's text contains the body's
-                response: Response = await self.endpoint(parsed, request)
-                return response
+                return await self.endpoint(parsed, request)
 
         async def answer_in_time(request: Request) -> Response:
             timeout_s: float = request.app.state.request_timeout_s
@@ -154,10 +153,8 @@ def openapi_document(app: FastAPI, needs_key: bool) -> dict[str, Any]:
         for operation in operations.values():
             responses = operation["responses"]
             responses.pop("422", None)
-            added = [
-                *((400, 408, 413, 415) if "requestBody" in operation else ()),
-                *((401,) if path not in OPEN_PATHS else ()),
-            ]
+            added = [400, 408, 413, 415] if "requestBody" in operation else []
+            added += [401] if path not in OPEN_PATHS else []
             for status in added:
                 responses[str(status)] = {
                     "description": STATUSES[status],

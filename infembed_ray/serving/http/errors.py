@@ -40,8 +40,6 @@ STATUSES: Mapping[int, str] = {
     507: "As many documents have changed as may: compact the index",
 }
 """Description of every error status of the API."""
-
-
 CODES: Mapping[str, int] = {
     "invalid_api_key": 401,
     "missing_scope": 403,

@@ -112,11 +112,8 @@ class ApiMiddleware:
             host = headers.get(b"host", b"").decode("latin-1")
             if is_loopback(_hostname(host)):
                 return None
-            return HttpError(
-                "foreign_host",
-                f"host {host!r}: this API has no keys and serves its own machine only, as 127.0.0.1 or localhost; "
-                "configure API keys to reach it under another name",
-            )
+            fault = f"host {host!r}: this API has no keys and serves its own machine only, as 127.0.0.1 or localhost"
+            return HttpError("foreign_host", f"{fault}; configure API keys to reach it under another name")
         if path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
             return None
         key = self._keys.find(headers.get(b"authorization"))

@@ -194,8 +194,7 @@ class Release:
     async def document(self, id: str) -> Document | None:
         """Return the current document; None if there is none."""
         shard = self._shards[shard_of(id, len(self._shards))]
-        document: Document | None = await RetriedCalls()(lambda: shard("document", id), self._timeout_s)
-        return document
+        return await RetriedCalls()(lambda: shard("document", id), self._timeout_s)
 
     async def ready(self, with_reranker: bool = False) -> bool:
         """Return whether the encoder and every shard answer, and the reranker if asked for: searches do without it."""
@@ -242,8 +241,7 @@ class Release:
     async def _append(self, changes: Sequence[Change]) -> int:
         if not self._log:
             (store,) = self._shards
-            sequence: int = await RetriedCalls()(lambda: store("change", changes), self._timeout_s)
-            return sequence
+            return await RetriedCalls()(lambda: store("change", changes), self._timeout_s)
         try:  # in a thread, because it waits for the disk
             return await asyncio.get_running_loop().run_in_executor(None, self._log.append, changes)
         except LogFault as fault:

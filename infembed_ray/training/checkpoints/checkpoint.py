@@ -88,13 +88,10 @@ class Course:
         tie = tied_to_workers(settings)
         if self.workers != saved.workers and (tie or not same_order):
             why = f"{tie} makes" if tie else "so few records per step make"
-            return (
-                f"workers={self.workers} cannot resume exactly from checkpoints of {saved.workers} workers, because {why} "
-                f"the result depend on their number; set workers={saved.workers}"
-            )
-        return (
-            None if same_order else "its checkpoints are from a run with another order of records; set another output"
-        )
+            fault = f"workers={self.workers} cannot resume exactly from checkpoints of {saved.workers} workers"
+            return f"{fault}, because {why} the result depend on their number; set workers={saved.workers}"
+        other_order = "its checkpoints are from a run with another order of records; set another output"
+        return None if same_order else other_order
 
 
 def tied_to_workers(settings: TrainSettings) -> str | None:

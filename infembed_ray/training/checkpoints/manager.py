@@ -249,10 +249,8 @@ class CheckpointManager:
         step = checkpoint.progress.step
         failed = f"the checkpoint of step {step} was not saved: {error}"
         if self._failures > 1:
-            self.stopped = (
-                f"output={self.directory.parent}: {failed}, and the one before was not either; free disk space and run the "
-                "same command again, which resumes from the newest complete checkpoint"
-            )
+            remedy = "free disk space and run the same command again, which resumes from the newest complete checkpoint"
+            self.stopped = f"output={self.directory.parent}: {failed}, and the one before was not either; {remedy}"
         elif world()[0] == 0:
             self._warn(step, f"{failed}; training continues with the earlier checkpoints")
 
@@ -282,11 +280,8 @@ class CheckpointManager:
         if fault := from_first(fault):
             self._not_stored.append((checkpoint, own))
             if world()[0] == 0:
-                self._warn(
-                    checkpoint.progress.step,
-                    f"checkpoint {checkpoint.tag} was not uploaded to {self._remote}: {fault}; it is in "
-                    f"{self.directory}, and training continues",
-                )
+                failed = f"checkpoint {checkpoint.tag} was not uploaded to {self._remote}: {fault}"
+                self._warn(checkpoint.progress.step, f"{failed}; it is in {self.directory}, and training continues")
         return fault
 
     def _delete_old_in(self, folder: Folder, newest: Checkpoint) -> None:
@@ -323,20 +318,18 @@ class CheckpointManager:
             InputError: it was not, so that there is nothing to export; or an upload failed again, on every worker.
         """
         if not self._is_saved(progress):
-            raise InputError(
-                f"output={self.directory.parent}: the last checkpoint could not be saved; free disk space and run the same "
-                "command again, which resumes from the checkpoint before"
-            )
+            remedy = "free disk space and run the same command again, which resumes from the checkpoint before"
+            raise InputError.of("output", self.directory.parent, "the last checkpoint could not be saved", remedy)
         failed, self._not_stored = self._not_stored, []
         for checkpoint, own in failed:
             if checkpoint not in self._valid:
                 continue
             own = self._uploaded(checkpoint.tag, own)
             if fault := self._complete_in_store(checkpoint, own, from_all(own)):
-                raise InputError(
-                    f"output={self._remote}: checkpoint {checkpoint.tag} was not uploaded: {fault}; nothing was exported, and "
-                    f"each node keeps its files in {self.directory}; check the object store and run the same command again"
-                )
+                lost = f"checkpoint {checkpoint.tag} was not uploaded: {fault}"
+                kept = f"nothing was exported, and each node keeps its files in {self.directory}"
+                remedy = f"{kept}; check the object store and run the same command again"
+                raise InputError.of("output", self._remote, lost, remedy)
 
     def result(self) -> tuple[Path, Progress]:
         """Return directory and progress of the checkpoint to export; one worker calls it.
@@ -349,9 +342,8 @@ class CheckpointManager:
             if fault is None:
                 return self.directory / checkpoint.tag, checkpoint.progress
             self._warn(checkpoint.progress.step, f"checkpoint {checkpoint.tag} is not exported: {fault}")
-        raise InputError(
-            f"output={self._remote or self.directory.parent}: no undamaged checkpoint can be exported; check the disk and run again"
-        )
+        place = self._remote or self.directory.parent
+        raise InputError.of("output", place, "no undamaged checkpoint can be exported", "check the disk and run again")
 
     def stop_uploads(self) -> None:
         """Stop uploading the run's own files while they grow."""

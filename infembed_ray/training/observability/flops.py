@@ -81,9 +81,8 @@ class BackboneFlops:
         window = getattr(config, "sliding_window", None)
         if window is not None and causal:
             window -= 1  # a causal window of transformers includes the token itself, a bidirectional one does not
-        return cls(
-            token, 12.0 * width, tuple(window if kind == "sliding_attention" else None for kind in layers), causal
-        )
+        windows = tuple(window if kind == "sliding_attention" else None for kind in layers)
+        return cls(token, 12.0 * width, windows, causal)
 
     def pairs(self, layout: Layout) -> Tensor:
         """Count the attended pairs of tokens in a forward pass, without padding, summed over the layers."""
