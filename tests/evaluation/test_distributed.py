@@ -112,13 +112,14 @@ def test_candidates_exclusions_rerankers_and_bm25_rank_as_in_one_process(publish
         assert task.excluded or task.candidates
         for label, ranked in in_one_process(task, **loaded).items():
             label = "query first" if label == "base" else label
-            for figure, values in score(task, ranked).items():
-                assert evaluated[label][name][figure] == pytest.approx(values, abs=1e-6), (label, name, figure)
             written = runs.read(
                 published.path / "runs" / runs.file_name(label) / f"{runs.file_name(name)}.run.gz", "runs"
             )
             for query in task.queries:  # whole rankings, whatever the cut-off of the figures
-                assert written[query.id].keys() == ranked[query.id].keys(), (label, name)
+                assert written[query.id] == pytest.approx(ranked[query.id], abs=1e-5), (label, name)
+            # Scores of other batches differ in the last digits, which can swap two passages: figures are of those written.
+            for figure, values in score(task, written).items():
+                assert evaluated[label][name][figure] == pytest.approx(values, abs=1e-6), (label, name, figure)
 
 
 def in_one_process(task, base, bm25, cross):
