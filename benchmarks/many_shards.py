@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import faiss
+import material  # noqa: F401  (adds the checkout to the path)
 import numpy as np
 import psutil
 from replica_start import drop_pages

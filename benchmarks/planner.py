@@ -41,15 +41,15 @@ def settings_of(model: str, run: str) -> Any:
 
 
 def write_model(path: Path) -> None:
-    """Write a random Qwen2, most of whose parameters are in its layers, with a tokenizer."""
+    """Write a random Llama, most of whose parameters are in its layers, with a tokenizer."""
     import torch
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
+    from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8}
-    Qwen2Model(
-        Qwen2Config(vocab_size=512, num_key_value_heads=4, max_position_embeddings=512, **sizes)
+    LlamaModel(
+        LlamaConfig(vocab_size=512, num_key_value_heads=4, max_position_embeddings=512, **sizes)
     ).save_pretrained(path)
     words = {word: n for n, word in enumerate(("<pad>", "<eos>", "<unk>"))}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))

@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import material  # noqa: F401  (adds the checkout to the path)
 import numpy as np
 import psutil
 from pyarrow import fs

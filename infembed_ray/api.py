@@ -70,7 +70,7 @@ def synthesize(settings: SynthesizeSettings | Mapping[str, Any] | None = None, /
         The output, with `records.parquet`; `manifest["counts"]` counts seeds by outcome.
 
     Raises:
-        InputError: `infembed synthesize` would fail; nothing is published.
+        InputError: for what `infembed synthesize` reports with status 2; nothing is published.
     """
     return _run("synthesize", settings, keywords)
 
@@ -94,7 +94,7 @@ def train(settings: TrainSettings | Mapping[str, Any] | None = None, /, **keywor
         The output, with the checkpoint at its `address`.
 
     Raises:
-        InputError: `infembed train` would fail; nothing is published.
+        InputError: for what `infembed train` reports with status 2; nothing is published.
     """
     return _run("train", settings, keywords)
 
@@ -117,7 +117,7 @@ def evaluate(settings: EvaluateSettings | Mapping[str, Any] | None = None, /, **
         The output, with `table.md`, `report.html` and the runs.
 
     Raises:
-        InputError: `infembed evaluate` would fail; nothing is published.
+        InputError: for what `infembed evaluate` reports with status 2; nothing is published.
     """
     return _run("evaluate", settings, keywords)
 
@@ -139,7 +139,7 @@ def build_index(settings: IndexSettings | Mapping[str, Any] | None = None, /, **
         The output, with the index that `Index.open` opens.
 
     Raises:
-        InputError: `infembed index` would fail; nothing is published.
+        InputError: for what `infembed index` reports with status 2; nothing is published.
     """
     return _run("index", settings, keywords)
 

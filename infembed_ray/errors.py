@@ -32,7 +32,7 @@ class Fault:
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("value", "fault", "remedy"):
+        for name in ("setting", "value", "fault", "remedy"):
             if holds_credentials(text := str(getattr(self, name))):
                 object.__setattr__(self, name, masked(text))
 

@@ -37,6 +37,7 @@ def connect(address: str | None = None) -> None:
         InputError: nothing listens at the address.
         StartError: two attempts to start or to join failed.
     """
+    warnings.filterwarnings("ignore", "`ray_remote_args_fn` is deprecated")  # only it bounds restarts in Ray 2.60
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -64,7 +65,6 @@ def connect(address: str | None = None) -> None:
     ray_compat.reload_core_config()
     ray_compat.pass_worker_logs_through(masked)
     _init(options)
-    warnings.filterwarnings("ignore", "`ray_remote_args_fn` is deprecated")  # only it bounds restarts in Ray 2.60
     # Our progress lines replace Ray Data's progress bars.
     data = ray.data.DataContext.get_current()
     data.enable_progress_bars = False
@@ -162,6 +162,5 @@ def _require_listening(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
     except OSError as error:
-        fault = f"no cluster listens there ({error.strerror or error})"
-        remedy = "start it, or unset RAY_ADDRESS to run on this machine alone"
-        raise InputError.of("RAY_ADDRESS", address, fault, remedy) from error
+        fault = f"RAY_ADDRESS={address}: no cluster listens there ({error.strerror or error})"
+        raise InputError(f"{fault}; start it, or unset RAY_ADDRESS to run on this machine alone") from error

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,16 @@ def linear_of_torch() -> Iterator[None]:
         from torch import nn
 
         nn.functional.linear = getattr(patched, "linear_bk", nn.functional.linear)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_a_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Disconnects from a cluster that a module left, and names the module: later tests would start none of their own."""
+    yield
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        ray.shutdown()
+        warnings.warn(f"{request.node.nodeid} left a cluster", stacklevel=1)
 
 
 @pytest.fixture(scope="module")

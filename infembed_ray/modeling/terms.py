@@ -8,12 +8,14 @@ from infembed_ray.config.base import nearest
 from infembed_ray.config.evaluation import Bm25
 from infembed_ray.errors import InputError
 
-_jax = sys.modules.setdefault("jax", None)  # type: ignore[arg-type]  # bm25s starts it, and it takes 75 % of a GPU's memory
-import bm25s as bm25s  # noqa: E402
-from bm25s.tokenization import Tokenizer  # noqa: E402
-
-if _jax is None:
-    del sys.modules["jax"]
+if _hidden := "jax" not in sys.modules:
+    sys.modules["jax"] = None  # type: ignore[assignment]  # bm25s would start it, and it takes 75 % of a GPU's memory
+try:
+    import bm25s as bm25s
+    from bm25s.tokenization import Tokenizer
+finally:
+    if _hidden:
+        del sys.modules["jax"]
 
 WORD = r"(?u)\b\w\w+\b"
 """A term before stemming: two or more letters or digits, in lower case."""

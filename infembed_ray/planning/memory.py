@@ -128,6 +128,7 @@ def step_memory(
     moments = trained * _MOMENTS if not optimizer_on else 0.0
     gradients = trained * FLOAT if not optimizer_on else 0.0
     summed = stage == 3 or backward_passes > 1  # gradients exist before the last backward pass
+    later = 0.0  # bytes of those in lower precision, which exist in the later passes
     if stage == 3:
         live = min(weights.parameters, int(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
         gathered = weights.whole * live / weights.parameters + weights.largest * weights.nbytes
@@ -136,20 +137,36 @@ def step_memory(
         flat = float(min(bucket, weights.trained) * weights.nbytes)
     else:
         own, gathered, idle = weights.whole, 0.0, 0.0
-        # ZeRO-1 in bf16 keeps an fp32 sum of all gradients from step to step; without offload, it sends the sum as ZeRO-0 does.
-        sums = stage == 1 and weights.nbytes != FLOAT
-        if stage == 0 or (sums and not optimizer_on):
-            buckets, flat = 0.0, float(min(_ALLREDUCE, weights.trained) * FLOAT)
+        low, largest = weights.nbytes != FLOAT, min(weights.largest, weights.trained)
+        nbytes = FLOAT if stage == 1 else weights.nbytes
+        buckets = float((2 if zero.get("overlap_comm") else 1) * bucket * nbytes)
+        flat = float(min(bucket, weights.trained) * nbytes)
+        if stage == 2:
+            gradients = trained * FLOAT
+            if (
+                low and workers == 1 and not optimizer_on
+            ):  # adds to its fp32 sum without buckets (`deepspeed_compat.lighten`)
+                buckets, flat, summed = 0.0, 0.0, True
+            elif low:
+                flat += largest * FLOAT
+            elif optimizer_on:
+                gradients = 0.0  # one at a time, in the buffer below
+            else:
+                flat += gradients  # the worker's share in one piece
         else:
-            buckets = float((2 if zero.get("overlap_comm") else 1) * bucket * (FLOAT if sums else weights.nbytes))
-            flat = float(min(bucket, weights.trained) * FLOAT)  # a bucket is reduced in fp32
-        if stage == 0 or sums:
-            gradients, summed = float(weights.trained * FLOAT), sums or summed
-        elif optimizer_on:  # in fp32 one at a time; in bf16 the worker's share in fp32, with one on its way to the host
-            own += weights.largest * weights.nbytes
-            gradients = 0.0 if weights.nbytes == FLOAT else trained * FLOAT
+            gradients = float(weights.trained * FLOAT)
+            if stage == 0:
+                buckets, flat = 0.0, float(min(_ALLREDUCE, weights.trained) * FLOAT)
+            elif not low:
+                flat += trained * FLOAT * (not optimizer_on)  # as above
+            elif optimizer_on:
+                gradients += trained * FLOAT  # its share of the reduced ones
+            else:  # the fp32 sum stays from step to step; it is sent as one bf16 copy while all bf16 gradients are there
+                buckets, flat, summed = 0.0, 2.0 * weights.trained * weights.nbytes, True
+                later = weights.trained * weights.nbytes * (backward_passes > 1)
+        own += largest * weights.nbytes * optimizer_on  # the buffer of a gradient on its way to the host
     states = StepMemory(own + gathered, gradients, master, moments)
-    present = gradients if summed else 0.0
+    present = later + (gradients if summed else 0.0)
     at_first = replace(states, gradients=present, activations=activations, communication=buckets)
     at_last = replace(states, communication=buckets + flat)
     in_update = replace(states, parameters=own, communication=idle)

@@ -207,7 +207,7 @@ def stream_files(
 
 def _checked(file: Place, seen: set[str], row: type[Row], bad: BadRows, columns: Mapping[str, str]) -> Iterator[Row]:
     """Stream the rows of one file; add their ids to `seen`."""
-    required = _required(row)
+    needed = required(row)
     of_file = split_of(file) if "split" in {f.name for f in fields(row)} else None
     names_of = partial(mapping, row=row, path=file, name=bad.name, columns=columns)
     for number, values, names in mapped_rows(file, bad, names_of):
@@ -216,8 +216,8 @@ def _checked(file: Place, seen: set[str], row: type[Row], bad: BadRows, columns:
                 taken: dict[str, str | None] = dict(zip(("id", "text"), document(values, names), strict=True))
             else:
                 taken = {ours: passage_text(values.get(theirs), theirs) for ours, theirs in names.items()}
-            taken["id"] = taken.get("id") or (None if "id" in required else f"{MADE_ID}{len(seen) + 1}")
-            if empty := [names.get(column, column) for column in required if not (taken[column] or "").strip()]:
+            taken["id"] = taken.get("id") or (None if "id" in needed else f"{MADE_ID}{len(seen) + 1}")
+            if empty := [names.get(column, column) for column in needed if not (taken[column] or "").strip()]:
                 raise BadRow(f"column {empty[0]} is empty")
             if taken["id"] in seen:
                 raise BadRow(f"duplicate id {taken['id']}; ids must be unique")
@@ -297,7 +297,7 @@ def read_raw(path: Place) -> list[dict[str, Any]]:
     return list(raw_rows(path, ""))
 
 
-def _required(row: type[Seed | Record | Passage]) -> list[str]:
+def required(row: type[Seed | Record | Passage]) -> list[str]:
     """List the columns that a file must have. Ids of records are generated: the published InF-IR set has none."""
     optional = {"source", "topic", "split", "language", "instruction_kind"} | ({"id"} if row is Record else set())
     return [f.name for f in fields(row) if f.name not in optional]
@@ -322,11 +322,11 @@ def mapping(
     missing: dict[str, str] = {}
     for own in ours:
         candidates = (columns[own],) if own in columns else (own, *ALIASES.get(own, ()))
-        if columns.get(own) == "" and own not in _required(row):
+        if columns.get(own) == "" and own not in required(row):
             continue
         if theirs := next((name for name in candidates if name in present), None):
             column_of[own] = theirs
-        elif own in columns or own in _required(row):
+        elif own in columns or own in required(row):
             missing[own] = candidates[0]
     if missing:
         found = ", ".join(map(str, present))
@@ -334,6 +334,8 @@ def mapping(
         fault = f"no column {', '.join(missing.values())} (found: {found})"
         source = name.removesuffix("path") if name.startswith("sources.") else ""
         mapped = ", ".join(f"{source}columns.{own}=<its name>" for own in missing)
-        has_map = columns or source or name in ("corpus", "seeds")
-        raise InputError.of(name, path, fault, f"set {mapped}" if has_map else "rename the columns of the file")
+        remedy = "rename the columns of the file" + f" (mine: set {mapped})" * (row is Record)
+        if columns or source or name in ("corpus", "seeds"):
+            remedy = f"set {mapped}"
+        raise InputError.of(name, path, fault, remedy)
     return column_of

@@ -15,7 +15,16 @@ import pyarrow as pa
 from infembed_ray.config.base import nearest
 from infembed_ray.errors import InputError
 from infembed_ray.records.files import BadRow, BadRows, data_files, mapped_rows, raw_rows, split_of, wrong
-from infembed_ray.records.tables import KEPT_FILE, MADE_ID, UNKNOWN, Record, passage_text, stream_files, text_of
+from infembed_ray.records.tables import (
+    KEPT_FILE,
+    MADE_ID,
+    UNKNOWN,
+    Record,
+    passage_text,
+    required,
+    stream_files,
+    text_of,
+)
 from infembed_ray.storage.places import Place
 from infembed_ray.storage.steps import MANIFEST
 
@@ -95,8 +104,8 @@ def found_in(path: Place, name: str, columns: Columns, split: str | None = None)
     row: dict[str, Any] = next(raw_rows(first, name), {})
     if "query_positive" in columns or ("query_positive" in row and not {"query", "positives"} & columns.keys()):
         return False
-    if row and not columns and not row.keys() & {field.name for field in fields(Record) if field.name != "id"}:
-        return True  # `stream` names the columns of a tuple that are missing, which are fewer
+    if row and not columns and not row.keys() & set(required(Record)):
+        return True  # `stream` names the columns that are missing
     return any(key in columns or {key, *ALIASES[key]} & row.keys() for key in ("query", "positives"))
 
 
@@ -132,7 +141,13 @@ def _columns_of(present: Collection[str], where: str, columns: Columns) -> dict[
         missing = [name for name in candidates if name not in present]
         if missing or (own in ("query", "positives") and not candidates):
             fault = f"no column {', '.join(missing) or own} (found: {', '.join(map(str, present))})"
-            raise InputError(f"{where}: {fault}; set columns.{own}=<its name> (train: sources.NAME.columns.{own})")
+            remedy = f"set columns.{own}=<its name> (train: sources.NAME.columns.{own})"
+            if not columns and own == "query" and not {"positives", *ALIASES["positives"]} & set(present):
+                fault, remedy = (
+                    f"{fault}, nor those of InF-IR records",
+                    f"{remedy}, or rename to query_positive and so on",
+                )
+            raise InputError(f"{where}: {fault}; {remedy}")
         theirs[own] = candidates
     several = [own for own, names in theirs.items() if len(names) > 1 and own not in (*_PASSAGES, *_SCORES)]
     if several:

@@ -66,7 +66,10 @@ class Cutter:
         prefix = len(cutter._encoded([tokenizer.text.passage_prefix])[0].ids)
         if prefix > settings.chunk_tokens // 2:
             fault = f"passage_prefix and special tokens take {prefix} of them"
-            raise InputError.of("chunk_tokens", settings.chunk_tokens, fault, f"set at least {2 * prefix}")
+            remedy = (
+                f"set at least {2 * prefix}" if 2 * prefix <= most else "the encoder needs a shorter passage_prefix"
+            )
+            raise InputError.of("chunk_tokens", settings.chunk_tokens, fault, remedy)
         return cutter
 
     def cut(self, text: str) -> Bounds:

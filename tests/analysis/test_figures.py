@@ -114,7 +114,7 @@ def test_only_the_provenance_that_synthesis_writes_is_read(tmp_path):
     [
         (
             '{"id": "a", "query_positive": "q"}',
-            "no column instruction_positive, instruction_negative, .*; rename the columns of the file$",
+            "no column instruction_positive, instruction_negative, .*; rename the columns of the file \\(mine: set columns",
         ),
         ("", "has no rows"),
     ],

@@ -29,13 +29,13 @@ def config(stage, **zero):
 
 
 def test_states_are_those_of_the_zero_paper():
-    """Figure 1: 7.5 B parameters on 64 workers, 2 + 2 + 12 bytes each: but for gradients, kept as fp32 shares here."""
+    """Figure 1: 7.5 B parameters on 64 workers, 2 + 2 + 12 bytes each; gradients are in fp32 here, and with ZeRO-1 in bf16 too."""
     billions = 7_500_000_000
     for stage, parameters, divided in ((1, 15.0, 1.40625), (2, 15.0, 1.40625), (3, 15.0 / 64, 1.40625)):
         held = step_memory(replace(size_of(billions), largest=0), 1e12, 64, config(stage), backward_passes=2)
         assert held.parameters / 1e9 == pytest.approx(parameters, rel=1e-6)
         assert (held.master + held.optimizer) / 1e9 == pytest.approx(divided)
-        assert held.gradients / 1e9 == pytest.approx(30.0 if stage == 1 else 30.0 / 64)
+        assert held.gradients / 1e9 == pytest.approx(45.0 if stage == 1 else 30.0 / 64)
 
 
 def test_in_fp32_zero_3_has_no_second_copy_and_zero_0_none_either():
@@ -55,12 +55,29 @@ def test_what_is_offloaded_is_not_on_the_gpu():
 @pytest.mark.parametrize(
     ("stage", "offload", "peak"), [(1, False, 10.73), (2, False, 10.72), (2, True, 5.437)], ids=str
 )
-def test_the_peaks_of_an_h200_are_planned_within_10_percent(stage, offload, peak):
+def test_the_peaks_of_an_h200_are_planned_within_2_percent(stage, offload, peak):
     """Qwen2.5-0.5B in bf16, one worker, 2,560 tokens in compiled layers: benchmarks/results/2026-11-27-h200.md, in GiB."""
     model = ModelSize(494_032_768, 494_032_768, 151_936 * 896, 0, 2)
     zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
     held = step_memory(model, 2.45 * 2**30, 1, {"zero_optimization": {"stage": stage, **zero}})
-    assert held.total / 2**30 == pytest.approx(peak, rel=0.1)
+    assert held.total / 2**30 == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("stage", "nbytes", "workers", "zero", "expected"),
+    [
+        (1, 2, 8, {}, 2 + 4 + 12 / 8 + 4),  # the fp32 sum, all bf16 gradients and the flat copy that is sent
+        (1, 2, 1, {"offload_optimizer": {"device": "cpu"}}, 2.2 + 4 + 4),
+        (1, 4, 8, {}, 4 + 4 + 12 / 8 + 4 / 8),  # all fp32 gradients until they are reduced, and the share in one piece
+        (2, 2, 1, {}, 2 + 4 + 12),
+        (2, 2, 8, {}, 2 + (4 + 12) / 8 + 0.4),
+        (2, 2, 8, {"offload_optimizer": {"device": "cpu"}}, 2.2 + 4 / 8 + 0.4),
+    ],
+)
+def test_bytes_of_a_parameter_that_deepspeed_was_seen_to_hold(stage, nbytes, workers, zero, expected):
+    """Of a model whose tensors far exceed a bucket, the largest a tenth of it; see `planning.memory`."""
+    held = step_memory(size_of(10**10, nbytes), 0, workers, config(stage, **zero))
+    assert held.total / 10**10 == pytest.approx(expected, rel=1e-6)
 
 
 def test_under_zero_3_no_worker_reads_the_whole_model():

@@ -42,12 +42,12 @@ def small():
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("stage", "gib"), [(1, (66, 56)), (2, (40, 33)), (3, (38, 24))])
+@pytest.mark.parametrize(("stage", "gib"), [(1, (82, 82)), (2, (40, 34)), (3, (38, 24))])
 def test_memory_of_the_table_in_the_guide(stage, gib):
     """GiB without and with checkpointing on one node, docs/guides/plan.md."""
     both = [made(**SEVEN_B, zero_stage=stage, activation_checkpointing=again) for again in (False, True)]
     assert tuple(round(each.memory.total / GIB) for each in both) == gib
-    assert all(each.fits for each in both)
+    assert all(each.fits == (stage > 1) for each in both)
 
 
 @pytest.mark.integration

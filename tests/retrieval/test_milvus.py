@@ -216,7 +216,7 @@ def test_what_milvus_cannot_hold_is_refused_by_name(engine: Milvus) -> None:
     with pytest.raises(ChangeError, match="'long': its text has 80000 bytes"):
         store.change([document("a", 1), long])
     assert store.get("a") is None
-    with pytest.raises(ChangeError, match="'broken': its vector must be finite"):
+    with pytest.raises(ChangeError, match="'broken': its vector must be finite and of shape \\(6,\\)"):
         store.change([document("a", 1), Put("broken", "t", np.full(DIMENSION, np.nan, np.float32), {})])
     assert store.get("a") is None
     with pytest.raises(ChangeError, match="'color' is no column"):

@@ -27,6 +27,7 @@ def files(tmp_path_factory):
     plain = [{"question": f"plain {n}", "answers": [f"plain answer {n}"]} for n in range(12)]
     write_jsonl(root / "infir.jsonl", (vars(record(n)) for n in range(9)))
     write_jsonl(root / "plain.jsonl", plain)
+    write_jsonl(root / "one.jsonl", [{"id": "a", "query_positive": "q"}])
     write_jsonl(root / "scored.jsonl", (vars(example(n, instruction=f"asked {n}")) for n in range(20)))
     return root
 
@@ -119,7 +120,11 @@ def test_a_source_of_weight_0_may_lack_what_the_objective_needs(files):
         ),
         (
             {"sources": {"a": {"path": "plain"}}},
-            "no column query (found: question, answers); set columns.query=<its name> (train: sources.NAME.columns.query)",
+            "no column query (found: question, answers), nor those of InF-IR records; set columns.query=<its name> (train: ",
+        ),
+        (
+            {"sources": {"a": {"path": "one"}}},
+            "(found: id, query_positive); set sources.a.columns.instruction_positive=<its name>, ",
         ),
         (
             {"sources": {"a": {"path": "plain", "columns": {"query": "question"}}}},
@@ -133,7 +138,7 @@ def test_what_cannot_train_is_refused_before_the_run(files, changes, message):
     if keep:
         settings = settings.model_copy(update={"sources": {name: settings.sources[name] for name in keep}})
     for label, source in settings.sources.items():
-        if source.path in ("infir", "plain"):
+        if source.path in ("infir", "plain", "one"):
             settings.sources[label] = source.model_copy(update={"path": str(files / f"{source.path}.jsonl")})
     with pytest.raises(InputError) as refused:
         read(settings)

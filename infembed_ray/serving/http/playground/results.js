@@ -121,8 +121,9 @@ function item(hit, rank, { kind, mark, words }, length, why) {
   part("move").title = words;
   part("move").setAttribute("role", "img");
   part("move").setAttribute("aria-label", words);
-  const { text } = hit.chunk ?? hit; // a long passage shows its best chunk
-  const start = lead(text, LEAD);
+  const best = (hit.chunk ?? hit).text; // of a long passage its best chunk, before the whole
+  const text = best === hit.text ? best : `${best} … Whole passage: ${hit.text}`;
+  const start = lead(best, LEAD);
   part("text").append(start, ...(start.length < text.length ? [element("span", "rest", text.slice(start.length))] : []));
   offer(li, { id: hit.id, rank, ...why });
   part("more").addEventListener("click", ({ currentTarget: button }) => {
