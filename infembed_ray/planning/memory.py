@@ -126,51 +126,67 @@ def step_memory(
     separate_master = not optimizer_on and stage > 0 and not (stage == 3 and weights.nbytes == FLOAT)
     master = trained * FLOAT if separate_master else 0.0
     moments = trained * _MOMENTS if not optimizer_on else 0.0
-    gradients = trained * FLOAT if not optimizer_on else 0.0
-    summed = stage == 3 or backward_passes > 1  # gradients exist before the last backward pass
-    later = 0.0  # bytes of those in lower precision, which exist in the later passes
     if stage == 3:
         live = min(weights.parameters, int(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
         gathered = weights.whole * live / weights.parameters + weights.largest * weights.nbytes
         own = 0.0 if parameters_on else weights.whole / workers
-        idle = buckets = float(bucket * weights.nbytes)
+        idle = float(bucket * weights.nbytes)
         flat = float(min(bucket, weights.trained) * weights.nbytes)
+        sent = _Gradients(0.0 if optimizer_on else trained * FLOAT, idle, flat, early=True)
     else:
         own, gathered, idle = weights.whole, 0.0, 0.0
-        low, largest = weights.nbytes != FLOAT, min(weights.largest, weights.trained)
-        nbytes = FLOAT if stage == 1 else weights.nbytes
-        buckets = float((2 if zero.get("overlap_comm") else 1) * bucket * nbytes)
-        flat = float(min(bucket, weights.trained) * nbytes)
-        if stage == 2:
-            gradients = trained * FLOAT
-            if (
-                low and workers == 1 and not optimizer_on
-            ):  # adds to its fp32 sum without buckets (`deepspeed_compat.lighten`)
-                buckets, flat, summed = 0.0, 0.0, True
-            elif low:
-                flat += largest * FLOAT
-            elif optimizer_on:
-                gradients = 0.0  # one at a time, in the buffer below
-            else:
-                flat += gradients  # the worker's share in one piece
-        else:
-            gradients = float(weights.trained * FLOAT)
-            if stage == 0:
-                buckets, flat = 0.0, float(min(_ALLREDUCE, weights.trained) * FLOAT)
-            elif not low:
-                flat += trained * FLOAT * (not optimizer_on)  # as above
-            elif optimizer_on:
-                gradients += trained * FLOAT  # its share of the reduced ones
-            else:  # the fp32 sum stays from step to step; it is sent as one bf16 copy while all bf16 gradients are there
-                buckets, flat, summed = 0.0, 2.0 * weights.trained * weights.nbytes, True
-                later = weights.trained * weights.nbytes * (backward_passes > 1)
-        own += largest * weights.nbytes * optimizer_on  # the buffer of a gradient on its way to the host
-    states = StepMemory(own + gathered, gradients, master, moments)
-    present = later + (gradients if summed else 0.0)
-    at_first = replace(states, gradients=present, activations=activations, communication=buckets)
-    at_last = replace(states, communication=buckets + flat)
+        sent = _gradients(weights, stage, workers, optimizer_on, bucket, bool(zero.get("overlap_comm")))
+        if optimizer_on:  # the buffer of a gradient on its way to the host
+            own += min(weights.largest, weights.trained) * weights.nbytes
+    states = StepMemory(own + gathered, sent.held, master, moments)
+    several = backward_passes > 1
+    present = (sent.held if sent.early or several else 0.0) + (sent.later if several else 0.0)
+    at_first = replace(states, gradients=present, activations=activations, communication=sent.buckets)
+    at_last = replace(states, communication=sent.buckets + sent.flat)
     in_update = replace(states, parameters=own, communication=idle)
     return max(at_first, at_last, in_update, key=lambda memory: memory.total)
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Bytes of the gradients of a step at its end, of the buckets that send them, and of copies at the end.
+
+    `early`: they are there from the first pass on. `later`: bytes of those in lower precision in all passes but the first.
+    """
+
+    held: float
+    buckets: float
+    flat: float
+    early: bool = False
+    later: float = 0.0
+
+
+def _gradients(
+    weights: ModelSize, stage: int, workers: int, optimizer_on: bool, bucket: int, overlaps: bool
+) -> _Gradients:
+    """Gradients under ZeRO-0 to 2, as DeepSpeed 0.19 holds them; `optimizer_on`: whether the host holds the optimizer."""
+    whole, share, low = weights.trained * FLOAT, weights.trained * FLOAT / workers, weights.nbytes != FLOAT
+    nbytes = FLOAT if stage == 1 else weights.nbytes
+    buckets, flat = float((1 + overlaps) * bucket * nbytes), float(min(bucket, weights.trained) * nbytes)
+    if stage == 0:
+        return _Gradients(whole, 0.0, float(min(_ALLREDUCE, weights.trained) * FLOAT))
+    if stage == 1 and low and not optimizer_on:
+        # The fp32 sum stays from step to step. It is sent as one copy in bf16 while all gradients in bf16 are there.
+        half = float(weights.trained * weights.nbytes)
+        return _Gradients(whole, 0.0, 2 * half, early=True, later=half)
+    if stage == 1 and low:
+        return _Gradients(whole + share, buckets, flat)  # all in fp32, and the reduced share
+    if low and workers == 1 and not optimizer_on:
+        return _Gradients(
+            share, 0.0, 0.0, early=True
+        )  # added to their sum without buckets (`deepspeed_compat.lighten`)
+    if low:
+        return _Gradients(share, buckets, flat + min(weights.largest, weights.trained) * FLOAT)
+    if optimizer_on:
+        return _Gradients(whole if stage == 1 else 0.0, buckets, flat)  # ZeRO-2: one at a time
+    return _Gradients(
+        whole if stage == 1 else share, buckets, flat + share
+    )  # at the end the share is copied into one piece
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ def test_nevir_agrees(mirror, encoder):
     assert averages["paired accuracy"] == pytest.approx(scores["paired_accuracy"], abs=1e-6)
 
 
-def test_mtebs_rankings_as_run_files_have_its_figures(mirror, encoder, tmp_path):
+def test_mtebs_rankings_as_run_files_have_its_figures(mirror, encoder, ray_cluster, tmp_path):
     figures = {"followir/core17": "p-MRR", "instructir": "Robustness@10", "nevir": "paired accuracy"}
     keys = ("p-MRR", "robustness_at_10", "paired_accuracy")
     expected = {}
