@@ -100,9 +100,11 @@ class Engine:
         trained = [weights.clone() for weights, _ in mixed]
         for weights, own in mixed:
             weights.lerp_(own, 1 - self._settings.interpolation)
-        yield
-        for (weights, _), kept in zip(mixed, trained, strict=True):
-            weights.copy_(kept)
+        try:
+            yield
+        finally:
+            for (weights, _), kept in zip(mixed, trained, strict=True):
+                weights.copy_(kept)
 
     def _idle_passes(self, passes: Sequence[Pass], sequences: Sequence[Tokens]) -> list[Pass]:
         """Return idle passes that make the number of passes equal on all workers.

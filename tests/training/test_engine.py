@@ -295,3 +295,16 @@ def test_bf16_accumulates_passes_in_fp32(workers, tiny):
         for step in range(STEPS):
             assert cached["losses"][step] == pytest.approx(whole["losses"][step], rel=0.02)
             assert cached["norms"][step] == pytest.approx(whole["norms"][step], rel=0.05)
+
+
+@pytest.mark.integration
+def test_the_weights_in_training_come_back_also_after_an_error():
+    from infembed_ray.training.engine import Engine
+
+    layer = torch.nn.Linear(3, 2)
+    trained, own = layer.weight.detach().clone(), {"weight": torch.zeros(2, 3)}
+    engine = SimpleNamespace(encoder=layer, _own=own, _settings=SimpleNamespace(interpolation=0.25))
+    with pytest.raises(InterruptedError), Engine.published_weights(engine):
+        torch.testing.assert_close(layer.weight.detach(), trained / 4)
+        raise InterruptedError
+    assert torch.equal(layer.weight.detach(), trained)
