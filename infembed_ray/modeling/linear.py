@@ -26,9 +26,9 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (..., out_features)."""
-        if torch.compiler.is_compiling():  # which cannot read the mode
-            return super().forward(input)
-        if torch.is_inference_mode_enabled() and input.dtype == torch.float32 and input.device.type == "cpu":
+        # The compiler cannot read the mode.
+        infers = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+        if infers and input.dtype == torch.float32 and input.device.type == "cpu":
             return _onednn(input, self.weight, self.bias)
         return super().forward(input)
 

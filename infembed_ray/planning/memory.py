@@ -59,6 +59,11 @@ class ModelSize:
         """Bytes of all parameters on one worker."""
         return self.trained * self.nbytes + self.frozen_bytes
 
+    @property
+    def largest_trained(self) -> int:
+        """An upper bound of the parameters of the largest trained tensor: `largest` counts frozen ones too."""
+        return min(self.largest, self.trained)
+
     def at_start(self, workers: int, stage: int) -> float:
         """Bytes on one GPU while the model is loaded: twice, as it arrives and flat; under ZeRO-3 of its partition only."""
         return 2 * self.whole / workers + self.largest * self.nbytes if stage == 3 else 2 * self.whole
@@ -137,10 +142,10 @@ def step_memory(
         own, gathered, idle = weights.whole, 0.0, 0.0
         sent = _gradients(weights, stage, workers, optimizer_on, bucket, bool(zero.get("overlap_comm")))
         if optimizer_on:  # the buffer of a gradient on its way to the host
-            own += min(weights.largest, weights.trained) * weights.nbytes
+            own += weights.largest_trained * weights.nbytes
     states = StepMemory(own + gathered, sent.held, master, moments)
     several = backward_passes > 1
-    present = (sent.held if sent.early or several else 0.0) + (sent.later if several else 0.0)
+    present = sent.held * (sent.early or several) + sent.later * several
     at_first = replace(states, gradients=present, activations=activations, communication=sent.buckets)
     at_last = replace(states, communication=sent.buckets + sent.flat)
     in_update = replace(states, parameters=own, communication=idle)
@@ -177,16 +182,14 @@ def _gradients(
     if stage == 1 and low:
         return _Gradients(whole + share, buckets, flat)  # all in fp32, and the reduced share
     if low and workers == 1 and not optimizer_on:
-        return _Gradients(
-            share, 0.0, 0.0, early=True
-        )  # added to their sum without buckets (`deepspeed_compat.lighten`)
+        # They are added to their sum without buckets (`deepspeed_compat.lighten`).
+        return _Gradients(share, 0.0, 0.0, early=True)
     if low:
-        return _Gradients(share, buckets, flat + min(weights.largest, weights.trained) * FLOAT)
+        return _Gradients(share, buckets, flat + weights.largest_trained * FLOAT)
     if optimizer_on:
         return _Gradients(whole if stage == 1 else 0.0, buckets, flat)  # ZeRO-2: one at a time
-    return _Gradients(
-        whole if stage == 1 else share, buckets, flat + share
-    )  # at the end the share is copied into one piece
+    # At the end the worker's share is copied into one piece.
+    return _Gradients(whole if stage == 1 else share, buckets, flat + share)
 
 
 @dataclass(frozen=True)

@@ -318,15 +318,16 @@ def mapping(
     for key in columns:
         if key not in ours:
             raise InputError(f"columns.{key}: unknown column of a {row.__name__.lower()}: {nearest(key, ours)}")
+    needed = required(row)
     column_of: dict[str, str] = {}
     missing: dict[str, str] = {}
     for own in ours:
         candidates = (columns[own],) if own in columns else (own, *ALIASES.get(own, ()))
-        if columns.get(own) == "" and own not in required(row):
+        if columns.get(own) == "" and own not in needed:
             continue
         if theirs := next((name for name in candidates if name in present), None):
             column_of[own] = theirs
-        elif own in columns or own in required(row):
+        elif own in columns or own in needed:
             missing[own] = candidates[0]
     if missing:
         found = ", ".join(map(str, present))

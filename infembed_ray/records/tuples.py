@@ -143,10 +143,8 @@ def _columns_of(present: Collection[str], where: str, columns: Columns) -> dict[
             fault = f"no column {', '.join(missing) or own} (found: {', '.join(map(str, present))})"
             remedy = f"set columns.{own}=<its name> (train: sources.NAME.columns.{own})"
             if not columns and own == "query" and not {"positives", *ALIASES["positives"]} & set(present):
-                fault, remedy = (
-                    f"{fault}, nor those of InF-IR records",
-                    f"{remedy}, or rename to query_positive and so on",
-                )
+                fault += ", nor those of InF-IR records"
+                remedy += ", or rename to query_positive and so on"
             raise InputError(f"{where}: {fault}; {remedy}")
         theirs[own] = candidates
     several = [own for own, names in theirs.items() if len(names) > 1 and own not in (*_PASSAGES, *_SCORES)]
