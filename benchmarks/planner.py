@@ -3,7 +3,7 @@
     python benchmarks/planner.py                              # all stages in fp32 and bf16, two workers on this machine
     python benchmarks/planner.py --runs zero_stage=2 zero_stage=3,precision=bf16
     python benchmarks/planner.py --table                      # the table of docs/guides/plan.md, without measurements
-    python benchmarks/planner.py --recipes                    # that of docs/guides/train.md, from jobs/configs/paper
+    python benchmarks/planner.py --recipes                    # the same for the recipes of jobs/configs/paper
 
 A random Qwen2 of 38 M parameters takes two steps under DeepSpeed with two gloo workers on this machine's CPUs. The measure is
 the peak sum of all live tensor storages, tracked from operator to operator with a TorchDispatchMode and weak references. On
@@ -193,7 +193,7 @@ def table() -> str:
 
 
 def recipes() -> str:
-    """Print the table of docs/guides/train.md: the recipes of the paper's backbones as they are set, on 8 A100-80G."""
+    """Print a table of the recipes of the paper's backbones as they are set, on one to four nodes of 8 A100-80G."""
     from infembed_ray.config.planning import PlanTrainSettings
     from infembed_ray.planning.train import plan
     from infembed_ray.storage.steps import GIB
