@@ -328,12 +328,9 @@ def load(
     remedy = "set bidirectional=true or false, as its model card says, to load the class of transformers instead, or "
     configs = [pretrained.config(model, setting, tower, native=native, remedy=remedy) for tower in towers]
     tokenizer = pretrained.tokenizer(model, setting, towers[0], native=native, remedy=remedy)
+    remedy = "set kind=seq2seq for a reranker, or serve an embedder behind /v1/embeddings and set kind=api"
     for config in configs:
-        decodes = config.is_encoder_decoder or getattr(type(config), "is_encoder_decoder", False)
-        if decodes or not hasattr(config, "hidden_size"):
-            kind = "an encoder-decoder" if decodes else f"not a text model ({config.model_type})"
-            remedy = "set kind=seq2seq for a reranker, or serve an embedder behind /v1/embeddings and set kind=api"
-            raise InputError.of("model", model, f"is {kind}, and the encoder needs one backbone of texts", remedy)
+        pretrained.require_one_backbone(config, model, remedy)
     if with_weights:
         backbones = [
             pretrained.weights("AutoModel", model, setting, subfolder=tower, config=config, **options)

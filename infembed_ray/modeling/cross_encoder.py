@@ -36,7 +36,7 @@ class CrossEncoder(InstructionEncoder):
             length: maximum tokens of a pair; None: 512. Never more than the backbone has positions.
 
         Raises:
-            InputError: no such model, a classifier of several classes, or separate encoders.
+            InputError: no such model, a classifier of several classes, separate encoders, or an encoder-decoder.
         """
         with_weights, setting = torch.device(device).type != "meta", f"model={model}"
         path = checkpoint.local(model, with_weights=with_weights)
@@ -44,6 +44,7 @@ class CrossEncoder(InstructionEncoder):
         if others:
             raise InputError.of("model", model, "has separate encoders", "give a backbone that reads both texts")
         config, tokenizer = (part(path, setting, tower) for part in (pretrained.config, pretrained.tokenizer))
+        pretrained.require_one_backbone(config, model, "give an encoder or a decoder, such as BERT or Qwen2")
         is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
         if is_classifier and config.num_labels != 1:
             fault = f"is a classifier of {config.num_labels} classes"

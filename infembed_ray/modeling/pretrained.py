@@ -92,6 +92,14 @@ def require_no_adapters(model: str, setting: str, subfolder: str = "", revision:
         raise InputError.of(setting, None, fault, remedy)
 
 
+def require_one_backbone(config: Any, model: str, remedy: str) -> None:
+    """Raise InputError for an encoder-decoder, and for what reads more than texts."""
+    decodes = config.is_encoder_decoder or getattr(type(config), "is_encoder_decoder", False)
+    if decodes or not hasattr(config, "hidden_size"):
+        kind = "an encoder-decoder" if decodes else f"not a text model ({config.model_type})"
+        raise InputError.of("model", model, f"is {kind}, and one backbone of texts is needed", remedy)
+
+
 def tokenizer(
     model: str, setting: str, subfolder: str = "", revision: str | None = None, native: bool = False, remedy: str = ""
 ) -> Any:

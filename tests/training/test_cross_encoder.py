@@ -182,6 +182,13 @@ def test_settings_of_embeddings_are_refused(changes):
         settings_of(**changes)
 
 
+def test_an_encoder_decoder_is_refused_before_its_weights_are_read(tmp_path):
+    model = models.t5(tmp_path / "model")
+    with pytest.raises(InputError, match=r"is an encoder-decoder, .*; give an encoder or a decoder") as refused:
+        load_encoder(settings_of(model), "meta")
+    assert (refused.value.faults[0].setting, refused.value.faults[0].value) == ("model", model)
+
+
 def test_a_classifier_of_several_classes_and_records_without_negatives_are_refused(tmp_path):
     settings = settings_of(
         models.bert(tmp_path / "model", 3), output=str(tmp_path / "out"), launcher="process", workers=1
