@@ -258,6 +258,13 @@ def describe(model: str, with_pooling: bool = True) -> Description:
     )
 
 
+def pair_format(model: str, revision: str | None = None) -> TextFormat:
+    """Return the length, and the text before a passage, of a reranker's pairs, as its training wrote them; else defaults."""
+    own = read_json(model, OWN_CONFIG, revision)
+    names = ("passage_prefix", "passage_length") if own.get("head") == "score" else ()
+    return TextFormat(**{name: own[name] for name in names if name in own})
+
+
 class Overrides(TypedDict, total=False):
     """What replaces the description that comes with a model: the settings of `infembed train` by these names, and
     `dimensions`, the number of leading components that make the embedding (Matryoshka). A missing key and None keep the

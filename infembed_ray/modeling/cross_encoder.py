@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from infembed_ray.modeling.checkpoint_writer import Stored
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded
 from infembed_ray.modeling.rerankers import tokenized_pairs
-from infembed_ray.modeling.tokenizer import TextFormat, Tokens
+from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.storage import durable
 
 
@@ -33,7 +34,7 @@ class CrossEncoder(InstructionEncoder):
         Args:
             model: directory, URI of a folder in an object store, or hub name.
             device, dtype: device and precision of the parameters; on `meta` no weights are read.
-            length: maximum tokens of a pair; None: 512. Never more than the backbone has positions.
+            length: maximum tokens of a pair; None: the model's own, else 512. Never more than the backbone has positions.
 
         Raises:
             InputError: no such model, a classifier of several classes, separate encoders, or an encoder-decoder.
@@ -59,12 +60,13 @@ class CrossEncoder(InstructionEncoder):
                 classifier = pretrained.build(config, kind, dtype=dtype)
         pretrained.require_embedded(tokenizer, classifier, setting)
         positions = getattr(config, "max_position_embeddings", 10**9) - first_position(classifier.base_model)
-        most = min(length or TextFormat.passage_length, tokenizer.model_max_length, positions)
-        return cls(classifier, tokenizer, "cls", TextFormat(passage_length=most)).to(device)
+        text = checkpoint.pair_format(path)
+        most = min(length or text.passage_length, tokenizer.model_max_length, positions)
+        return cls(classifier, tokenizer, "cls", replace(text, passage_length=most)).to(device)
 
     def tokenize_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Tokens]:
         """Tokenize (query with its instruction, passage) pairs as `rerankers.Classifier` does, to `passage_length`."""
-        rows = tokenized_pairs(self.tokenizer, pairs, self.text.passage_length)
+        rows = tokenized_pairs(self.tokenizer, pairs, self.text)
         return [Tokens(row["input_ids"], segments=row.get("token_type_ids", ())) for row in rows]
 
     def lay_out(
@@ -96,4 +98,5 @@ class CrossEncoder(InstructionEncoder):
         for part, named in (classifier, vars(classifier.config)), (self.tokenizer, self.tokenizer.init_kwargs):
             named.pop("auto_map", None)  # the class of transformers was trained, not code of its base model
             part.save_pretrained(path)
-        durable.replace_json(Path(path) / checkpoint.OWN_CONFIG, {"head": "score"})
+        own = {"passage_length": self.text.passage_length}
+        durable.replace_json(Path(path) / checkpoint.OWN_CONFIG, {"head": "score"} | own)

@@ -7,6 +7,7 @@ probabilities that round to 1.0.
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling import pretrained
+from infembed_ray.modeling import checkpoint, pretrained
 from infembed_ray.modeling.formats import Asked, fill, passage_text, query_text
 from infembed_ray.modeling.layout import length_sorted_batches
 from infembed_ray.modeling.pipeline import batch_tokens_of
-from infembed_ray.modeling.tokenizer import only_texts
+from infembed_ray.modeling.tokenizer import TextFormat, only_texts
 
 
 class PairScorer(ABC):
@@ -84,10 +85,12 @@ class ModelReranker(PairScorer):
             **on_meta,
         )
         pretrained.require_embedded(self.tokenizer, self.model, setting)
+        text = checkpoint.pair_format(settings.model, settings.revision)
+        self.text = replace(text, passage_length=settings.pair_length or text.passage_length)
         positions = getattr(self.model.config, "max_position_embeddings", None)
-        if positions is not None and settings.pair_length > positions:
+        if positions is not None and self.text.passage_length > positions:
             fault = f"model={settings.model} has only {positions} positions"
-            raise InputError.of("pair_length", settings.pair_length, fault, "set it to that or less")
+            raise InputError.of("pair_length", self.text.passage_length, fault, "set it to that or less")
         if getattr(self.model.config, "pad_token_id", None) is None:
             # A decoder with a classification head finds the last token by it.
             self.model.config.pad_token_id = self.tokenizer.pad_token_id
@@ -138,7 +141,7 @@ class _Answering(ModelReranker):
         self._answers = [vocabulary[token] for token in answers]
 
     def _tokenize(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
-        most = self._settings.pair_length
+        most = self.text.passage_length
         tokenized = zip(self._prompts(pairs), pairs, strict=True)
         return [each if len(each["input_ids"]) <= most else self._shortened(*pair) for each, pair in tokenized]
 
@@ -148,7 +151,7 @@ class _Answering(ModelReranker):
         for part in texts:
             while True:
                 (tokens,) = self._prompts([(texts["query"], texts["passage"])])
-                excess = len(tokens["input_ids"]) - self._settings.pair_length
+                excess = len(tokens["input_ids"]) - self.text.passage_length
                 if excess <= 0:
                     return tokens
                 if not texts[part]:
@@ -157,7 +160,7 @@ class _Answering(ModelReranker):
                 length = len(self.tokenizer(texts[part], add_special_tokens=False)["input_ids"])
                 texts[part] = _truncated(self.tokenizer, texts[part], length - excess)
         fault = f"the format `pair` alone is longer by {excess} tokens"
-        raise InputError.of("pair_length", self._settings.pair_length, fault, "raise it")
+        raise InputError.of("pair_length", self.text.passage_length, fault, "raise it")
 
     def _prompts(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
         prompt = self._settings.pair or "{query} {passage}"
@@ -212,7 +215,7 @@ class Classifier(ModelReranker):
             raise InputError.of("model", settings.model, fault, "give a model that was trained as a reranker")
 
     def _tokenize(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
-        return tokenized_pairs(self.tokenizer, pairs, self._settings.pair_length)
+        return tokenized_pairs(self.tokenizer, pairs, self.text)
 
     def _relevance(self, batch: Any) -> Tensor:
         logits = self.model(**batch).logits.float()
@@ -223,15 +226,15 @@ KINDS: dict[str, type[ModelReranker]] = {"classifier": Classifier, "causal": Cau
 """Kind of the settings -> class."""
 
 
-def tokenized_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]], length: int) -> list[dict[str, list[int]]]:
-    """Tokenize (query, passage) pairs for a classifier, truncated to `length` tokens: the query only if it alone is longer."""
+def tokenized_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]], text: TextFormat) -> list[dict[str, list[int]]]:
+    """Tokenize (query, passage) pairs for a classifier, truncated to `passage_length`: the query only if it alone is longer."""
     if not pairs:
         return []
-    limit = length - tokenizer.num_special_tokens_to_add(pair=True) - 1
+    limit = text.passage_length - tokenizer.num_special_tokens_to_add(pair=True) - 1
     queries = {query: _truncated(tokenizer, query, limit) for query in {query for query, _ in pairs}}
     # Lists, not single texts: the tokenizer takes a single empty passage for none and leaves out its [SEP].
     firsts, seconds = [queries[query] for query, _ in pairs], [passage for _, passage in pairs]
-    encoded = tokenizer(firsts, seconds, truncation="only_second", max_length=length)
+    encoded = tokenizer(firsts, seconds, truncation="only_second", max_length=text.passage_length)
     return _rows(encoded, *encoded)
 
 

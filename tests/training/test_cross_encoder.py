@@ -16,7 +16,9 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.formats import Question
+from infembed_ray.modeling.tokenizer import TextFormat
 from infembed_ray.records.tuples import Example
+from infembed_ray.serving.reranking import PLAIN_CLASSIFIER
 from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.collate import collate, contrasted
 from infembed_ray.training.launch import run
@@ -140,6 +142,36 @@ def test_the_published_reranker_scores_alike_in_sentence_transformers_and_in_eva
     again = load_encoder(settings.model_copy(update={"model": str(output.path)}))  # goes on with its own head
     saved = load_file(output.path / "model.safetensors")
     assert all(torch.equal(weight, saved[name]) for name, weight in again.backbone.state_dict().items())
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("family", ["llama", "qwen2", "bert"])
+def test_training_evaluation_and_serving_read_pairs_alike_as_the_checkpoint_says(family, tmp_path):
+    encoder = load_encoder(settings_of(FAMILIES[family](tmp_path / "model"), passage_length=24)).eval()
+    encoder.save_pretrained(tmp_path / "saved")
+    asked = [Question("what is bread", "for nurses"), Question("how is aspirin dosed " * 20)]
+    passages = ["", "aspirin is a drug", "bread is baked from flour and water " * 9]
+    pairs = [(query, passage) for query in asked for passage in passages]
+    texts = [(f"{q.instruction} {q.query}" if q.instruction else q.query, passage) for q, passage in pairs]
+    expected = encoder.tokenize_pairs(texts)
+    assert max(map(len, expected)) == 24
+
+    def ids(path, **changes):
+        given = {**PLAIN_CLASSIFIER, "model": str(path), **changes}
+        reranker = baselines.load(baselines.resolve("x", given))
+        return [row["input_ids"] for row in reranker.tokenized(pairs)]
+
+    assert ids(tmp_path / "saved") == [tokens.ids for tokens in expected]
+    assert max(map(len, ids(tmp_path / "saved", pair_length=16))) == 16
+    again = load_encoder(settings_of(tmp_path / "saved"), "meta")  # goes on as it was trained
+    assert again.text == encoder.text
+    assert load_encoder(settings_of(tmp_path / "saved", passage_length=48), "meta").text.passage_length == 48
+
+    (tmp_path / "saved" / "infembed.json").write_text('{"head": "score"}')  # an earlier version wrote this
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    plain = tokenizer([text for text, _ in texts[:3]], passages)
+    assert ids(tmp_path / "saved")[:3] == plain["input_ids"]
+    assert load_encoder(settings_of(tmp_path / "saved"), "meta").text == TextFormat()
 
 
 @pytest.mark.integration
