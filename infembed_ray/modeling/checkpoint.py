@@ -247,7 +247,7 @@ def describe(model: str, with_pooling: bool = True) -> Description:
         pooling=_saved_pooling(model, folders["Pooling"]) if with_pooling and "Pooling" in folders else None,
         template=own.get("template"),
         query_prefix=prompts.get("query"),
-        passage_prefix=prompts.get("document", prompts.get("passage")),
+        passage_prefix=prompts.get("document", prompts.get("passage", own.get("passage_prefix"))),
         query_length=own.get("query_length"),
         passage_length=own.get("passage_length"),
         max_length=min((length for length in lengths if length), default=None),

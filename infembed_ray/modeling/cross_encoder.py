@@ -20,6 +20,9 @@ from infembed_ray.modeling.rerankers import tokenized_pairs
 from infembed_ray.modeling.tokenizer import Tokens
 from infembed_ray.storage import durable
 
+PASSAGE_MARK = "\nPassage:\n"
+"""Text before a passage under a new head of a decoder, whose tokenizer puts no separator between the two texts."""
+
 
 class CrossEncoder(InstructionEncoder):
     """Reads a query and a passage together and gives one score: a sequence classifier of transformers with one label.
@@ -62,7 +65,10 @@ class CrossEncoder(InstructionEncoder):
         positions = getattr(config, "max_position_embeddings", 10**9) - first_position(classifier.base_model)
         text = checkpoint.pair_format(path)
         most = min(length or text.passage_length, tokenizer.model_max_length, positions)
-        return cls(classifier, tokenizer, "cls", replace(text, passage_length=most)).to(device)
+        encoder = cls(classifier, tokenizer, "cls", replace(text, passage_length=most)).to(device)
+        if encoder.causal and not is_classifier:
+            encoder.text = replace(encoder.text, passage_prefix=PASSAGE_MARK)
+        return encoder
 
     def tokenize_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Tokens]:
         """Tokenize (query with its instruction, passage) pairs as `rerankers.Classifier` does, to `passage_length`."""
@@ -98,5 +104,5 @@ class CrossEncoder(InstructionEncoder):
         for part, named in (classifier, vars(classifier.config)), (self.tokenizer, self.tokenizer.init_kwargs):
             named.pop("auto_map", None)  # the class of transformers was trained, not code of its base model
             part.save_pretrained(path)
-        own = {"passage_length": self.text.passage_length}
+        own = {"passage_length": self.text.passage_length, "passage_prefix": self.text.passage_prefix}
         durable.replace_json(Path(path) / checkpoint.OWN_CONFIG, {"head": "score"} | own)

@@ -227,13 +227,14 @@ KINDS: dict[str, type[ModelReranker]] = {"classifier": Classifier, "causal": Cau
 
 
 def tokenized_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]], text: TextFormat) -> list[dict[str, list[int]]]:
-    """Tokenize (query, passage) pairs for a classifier, truncated to `passage_length`: the query only if it alone is longer."""
+    """Tokenize (query, passage) pairs for a classifier, truncated to `passage_length`: the query only if it leaves no place."""
     if not pairs:
         return []
-    limit = text.passage_length - tokenizer.num_special_tokens_to_add(pair=True) - 1
+    mark = len(tokenizer(text.passage_prefix, add_special_tokens=False)["input_ids"])
+    limit = text.passage_length - tokenizer.num_special_tokens_to_add(pair=True) - mark - 1
     queries = {query: _truncated(tokenizer, query, limit) for query in {query for query, _ in pairs}}
     # Lists, not single texts: the tokenizer takes a single empty passage for none and leaves out its [SEP].
-    firsts, seconds = [queries[query] for query, _ in pairs], [passage for _, passage in pairs]
+    firsts, seconds = [queries[query] for query, _ in pairs], [text.passage_prefix + passage for _, passage in pairs]
     encoded = tokenizer(firsts, seconds, truncation="only_second", max_length=text.passage_length)
     return _rows(encoded, *encoded)
 

@@ -56,6 +56,7 @@ def test_loss_and_gradients_match_plain_transformers_in_float64(family, tmp_path
     long = replace(record(2), document_positive="bread is baked from flour " * 9)
     settings = settings_of(path, hard_negatives=None)
     encoder = load_encoder(settings).eval()
+    mark = "\nPassage:\n" if family in ("llama", "qwen2") else ""  # decoders have no token between two texts
     plain = AutoModelForSequenceClassification.from_config(encoder.backbone.config, attn_implementation="eager")
     plain.load_state_dict(encoder.backbone.state_dict())
     plain, tokenizer = plain.double().eval(), AutoTokenizer.from_pretrained(path)
@@ -67,7 +68,7 @@ def test_loss_and_gradients_match_plain_transformers_in_float64(family, tmp_path
         rows.append((f"{r.instruction_positive} {r.query_negative}", [passages[n] for n in (2, 0, 1)]))
     of_rows = []
     for asked, passages in rows:
-        logits = [plain(**tokenizer([asked], [p], return_tensors="pt")).logits[0, 0] for p in passages]
+        logits = [plain(**tokenizer([asked], [mark + p], return_tensors="pt")).logits[0, 0] for p in passages]
         of_rows.append(torch.nn.functional.cross_entropy(torch.stack(logits), torch.tensor(0)))
     expected = torch.stack(of_rows).mean()
     expected.backward()
@@ -155,6 +156,8 @@ def test_training_evaluation_and_serving_read_pairs_alike_as_the_checkpoint_says
     texts = [(f"{q.instruction} {q.query}" if q.instruction else q.query, passage) for q, passage in pairs]
     expected = encoder.tokenize_pairs(texts)
     assert max(map(len, expected)) == 24
+    if family == "qwen2":
+        assert encoder.tokenizer.decode(expected[1].ids) == "for nurses what is bread\nPassage:\naspirin is a drug"
 
     def ids(path, **changes):
         given = {**PLAIN_CLASSIFIER, "model": str(path), **changes}
