@@ -13,7 +13,7 @@ from torch import Tensor
 from infembed_ray.errors import InputError
 from infembed_ray.modeling import checkpoint, pretrained
 from infembed_ray.modeling.attention.packing import first_position
-from infembed_ray.modeling.checkpoint_writer import Stored
+from infembed_ray.modeling.checkpoint_writer import Stored, write_backbone
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.layout import Layout, length_sorted_batches, padded
 from infembed_ray.modeling.rerankers import tokenized_pairs
@@ -98,11 +98,9 @@ class CrossEncoder(InstructionEncoder):
         InputError if parameters are not finite.
         """
         pretrained.require_finite(f"path={path}", self.named_parameters())
-        classifier: Any = self.backbone
-        pretrained.require_portable(self.tokenizer, classifier.config, str(path))
-        classifier.config.sentence_transformers = {"activation_fn": "torch.nn.modules.linear.Identity"}
-        for part, named in (classifier, vars(classifier.config)), (self.tokenizer, self.tokenizer.init_kwargs):
-            named.pop("auto_map", None)  # the class of transformers was trained, not code of its base model
-            part.save_pretrained(path)
-        own = {"passage_length": self.text.passage_length, "passage_prefix": self.text.passage_prefix}
+        config: Any = self.backbone.config
+        config.sentence_transformers = {"activation_fn": "torch.nn.modules.linear.Identity"}
+        length, given = self.text.passage_length, weights[0] if weights else None
+        write_backbone(Path(path), self.backbone, self.tokenizer, length, given)
+        own = {"passage_length": length, "passage_prefix": self.text.passage_prefix}
         durable.replace_json(Path(path) / checkpoint.OWN_CONFIG, {"head": "score"} | own)

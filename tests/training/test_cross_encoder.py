@@ -19,6 +19,7 @@ from infembed_ray.modeling.formats import Question
 from infembed_ray.modeling.tokenizer import TextFormat
 from infembed_ray.records.tuples import Example
 from infembed_ray.serving.reranking import PLAIN_CLASSIFIER
+from infembed_ray.training import export as exporting
 from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.collate import collate, contrasted
 from infembed_ray.training.launch import run
@@ -175,6 +176,23 @@ def test_training_evaluation_and_serving_read_pairs_alike_as_the_checkpoint_says
     plain = tokenizer([text for text, _ in texts[:3]], passages)
     assert ids(tmp_path / "saved")[:3] == plain["input_ids"]
     assert load_encoder(settings_of(tmp_path / "saved"), "meta").text == TextFormat()
+
+
+@pytest.mark.integration
+def test_a_trained_reranker_is_trained_on_and_written_file_by_file(tmp_path, monkeypatch):
+    model = models.bert(tmp_path / "model", 1)
+    rows = write_jsonl(tmp_path / "records.jsonl", map(vars, map(record, range(3))))
+    settings = settings_of(
+        model, records=str(rows), output=str(tmp_path / "out"), launcher="process", workers=1, passage_length=40
+    )
+    monkeypatch.setattr(exporting, "_export_whole", None)
+    output = run(settings).path
+    before, after = (load_file(f"{path}/model.safetensors") for path in (model, output))
+    assert before.keys() == after.keys()
+    assert not torch.equal(before["classifier.weight"], after["classifier.weight"])
+    assert 'CrossEncoder(".", max_length=40)' in (output / "README.md").read_text()
+    scorer = baselines.load(baselines.resolve("x", {**PLAIN_CLASSIFIER, "model": str(output)}))
+    assert scorer.score([(Question("what is bread"), "flour")]).shape == (1,)
 
 
 @pytest.mark.integration
