@@ -56,19 +56,31 @@ class Located:
     names: dict[str, str]
 
 
-def locate(model: str, setting: str, revision: str | None = None) -> Located:
+def locate(model: str, setting: str, revision: str | None = None, kind: str | None = None) -> Located:
     """Find a model that a setting names, and read its configuration and its tokenizer.
 
     Args:
         model: directory (`latest` is followed), its URI in an object store, or hub name.
         setting: name of the setting.
         revision: commit of a model on the hub; None: the newest.
+        kind: kind of a retriever that the model must be, as far as its configuration tells; None: any.
 
     Raises:
-        InputError: there is no such directory, the directory has no model, or the hub does not have the name.
+        InputError: there is no such directory, the directory has no model, or one of another kind, or the hub has no such name.
     """
     located = find(model, setting, revision)
-    require_loadable(local(located.path, setting, with_weights=False), f"{setting}={model}", revision)
+    path = local(located.path, setting, with_weights=False)
+    config = require_loadable(path, f"{setting}={model}", revision)
+    names = config.architectures or []
+    classifies = any(name.endswith("ForSequenceClassification") for name in names)
+    embeds = any(name.endswith("Model") and not name.endswith("LMHeadModel") for name in names)
+    if kind == "encoder":
+        misfits = classifies and config.num_labels <= 2 and not read_json(path, "modules.json", revision, list)
+    else:
+        misfits = kind is not None and bool(names) and (embeds or classifies != (kind == "classifier"))
+    if misfits:
+        remedy = "give one of this kind, or set its own kind: encoder, causal, seq2seq, classifier (with instructed_query, plain_query)"
+        raise InputError.of(setting, model, f"is a {names[0]}, not a model of kind={kind}", remedy)
     return located
 
 
@@ -150,11 +162,12 @@ def _require_finished(path: Path, setting: str) -> None:
         raise InputError.of(setting, None, "an unfinished training", remedy)
 
 
-def require_loadable(model: str, setting: str, revision: str | None = None) -> None:
-    """Read configuration and tokenizer; InputError if it fails, so that errors appear before workers read the weights."""
+def require_loadable(model: str, setting: str, revision: str | None = None) -> Any:
+    """Return a configuration, and read the tokenizer; InputError if it fails: errors appear before workers read the weights."""
     for tower in _towers(model, revision):
-        pretrained.config(model, setting, tower, revision, native=True)
+        config = pretrained.config(model, setting, tower, revision, native=True)
     pretrained.tokenizer(model, setting, tower, revision, native=True)
+    return config
 
 
 def at_revision(model: str, revision: str | None) -> str:

@@ -129,7 +129,7 @@ def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str,
             fault = "no adapter_config.json in this directory"
             raise InputError.of(f"{where}.adapter", model, fault, "give one that peft wrote")
         if part == "model":
-            checkpoint.locate(model, f"{where}.{part}", revision)
+            checkpoint.locate(model, f"{where}.{part}", revision, kind)
         if stored:
             paths[part] = place
         else:
