@@ -337,8 +337,6 @@ def load(
     Raises:
         InputError: no such model, missing or damaged weights, or a tokenizer that is slow or another model's.
     """
-    import torch
-
     setting = f"model={model}"
     own = read_json(model, OWN_CONFIG)
     native = native or bool(own)  # `checkpoint_writer.write` wrote it
@@ -351,14 +349,11 @@ def load(
     remedy = "set kind=seq2seq for a reranker, or serve an embedder behind /v1/embeddings and set kind=api"
     for config in configs:
         pretrained.require_one_backbone(config, model, remedy)
-    if with_weights:
-        backbones = [
-            pretrained.weights("AutoModel", model, setting, subfolder=tower, config=config, **options)
-            for tower, config in zip(towers, configs, strict=True)
-        ]
-    else:
-        with torch.device("meta"):
-            backbones = [pretrained.build(config, **options) for config in configs]
+    options |= {"with_weights": with_weights}
+    backbones = [
+        pretrained.weights("AutoModel", model, setting, subfolder=tower, config=config, **options)
+        for tower, config in zip(towers, configs, strict=True)
+    ]
     for backbone in backbones:
         pretrained.require_embedded(tokenizer, backbone, setting)
     if read_json(model, join(towers[0], "sentence_bert_config.json")).get("do_lower_case"):

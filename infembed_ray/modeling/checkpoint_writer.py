@@ -81,20 +81,20 @@ def _write_weights(folder: Path, backbone: Any, weights: Mapping[str, Stored]) -
 
 
 def write_backbone(
-    folder: Path, backbone: Any, tokenizer: Any, longest: int, weights: Mapping[str, Stored] | None
+    folder: Path, model: Any, tokenizer: Any, longest: int, weights: Mapping[str, Stored] | None
 ) -> None:
     """Write a Hugging Face model, with the tokenizer of its texts of at most `longest` tokens; `weights` as of `write`."""
-    pretrained.require_portable(tokenizer, backbone.config, str(folder))
+    pretrained.require_portable(tokenizer, model.config, str(folder))
     folder.mkdir(parents=True, exist_ok=True)
-    vars(backbone.config).pop("auto_map", None)  # the class of transformers was trained, not code of its base model
+    vars(model.config).pop("auto_map", None)  # the class of transformers was trained, not code of its base model
     if weights is None:
-        backbone.save_pretrained(folder)
+        model.save_pretrained(folder)
     else:
-        _write_weights(folder, backbone, weights)
+        _write_weights(folder, model, weights)
     tokenizer.init_kwargs.pop("auto_map", None)
     tokenizer.save_pretrained(folder)
     loading: dict[str, Any] = {"max_seq_length": longest, "do_lower_case": False}
-    if getattr(backbone.config, "is_causal", None) is False:
+    if getattr(model.config, "is_causal", None) is False:
         # Without padding, transformers' SDPA ignores `is_causal` of a decoder's config.
         loading["model_args"] = {"attn_implementation": "eager"}
     durable.replace_json(folder / "sentence_bert_config.json", loading)

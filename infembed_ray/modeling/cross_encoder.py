@@ -54,13 +54,9 @@ class CrossEncoder(InstructionEncoder):
             fault = f"is a classifier of {config.num_labels} classes"
             raise InputError.of("model", model, fault, "give a backbone, or a reranker of one class")
         config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id  # by which a decoder's head finds the end
+        options = {"subfolder": tower, "config": config, "dtype": dtype}
         kind = "AutoModelForSequenceClassification"
-        if with_weights:
-            options = {"subfolder": tower, "config": config, "dtype": dtype}
-            classifier = pretrained.weights(kind, path, setting, new_head=not is_classifier, **options)
-        else:
-            with torch.device("meta"):
-                classifier = pretrained.build(config, kind, dtype=dtype)
+        classifier = pretrained.weights(kind, path, setting, not is_classifier, with_weights, **options)
         pretrained.require_embedded(tokenizer, classifier, setting)
         positions = getattr(config, "max_position_embeddings", 10**9) - first_position(classifier.base_model)
         text = checkpoint.pair_format(path)

@@ -4,7 +4,6 @@ Scores are logit differences, relevant - irrelevant. They order as the usual pro
 probabilities that round to 1.0.
 """
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -73,7 +72,6 @@ class ModelReranker(PairScorer):
         self.source = settings.model
         setting = f"kind={settings.kind}, model={settings.model}"
         self.tokenizer = pretrained.tokenizer(settings.model, setting, revision=settings.revision)
-        on_meta: dict[str, Any] = {"device_map": device} if device == "meta" else {}
         self.model = pretrained.weights(
             self.model_class,
             settings.model,
@@ -82,7 +80,7 @@ class ModelReranker(PairScorer):
             config=pretrained.config(settings.model, setting, revision=settings.revision),
             dtype=getattr(torch, settings.dtype),
             use_safetensors=True,
-            **on_meta,
+            device_map=device if device == "meta" else None,
         )
         pretrained.require_embedded(self.tokenizer, self.model, setting)
         text = checkpoint.pair_format(settings.model, settings.revision)
@@ -103,13 +101,11 @@ class ModelReranker(PairScorer):
 
     def tokenized(self, pairs: Sequence[tuple[Asked, str]]) -> list[dict[str, list[int]]]:
         """Format and tokenize pairs for `relevance`, truncated to `pair_length` tokens."""
-        with only_texts(text for query, _ in pairs for text in (query.query, query.instruction or "")):
+        with only_texts(text for query, passage in pairs for text in (query.query, query.instruction or "", passage)):
             texts = {query: query_text(self._settings, query) for query in {query for query, _ in pairs}}
             if (limit := self._settings.query_length) is not None:
                 texts = {query: _truncated(self.tokenizer, text, limit) for query, text in texts.items()}
-        filled = [(texts[query], passage_text(self._settings.passage, text)) for query, text in pairs]
-        with only_texts(itertools.chain(*filled)):
-            return self._tokenize(filled)
+            return self._tokenize([(texts[query], passage_text(self._settings.passage, text)) for query, text in pairs])
 
     @torch.inference_mode()
     def relevance(self, inputs: Sequence[dict[str, list[int]]]) -> np.ndarray:
