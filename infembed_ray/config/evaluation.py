@@ -99,7 +99,7 @@ class RetrieverSettings(Settings):
     dimensions: int | None = Field(None, ge=1, description="leading components of the embeddings; null: all")
     query_length: int | None = Field(None, ge=1, description="tokens of query and instruction; null: the model's own")
     passage_length: int | None = Field(None, ge=1, description="tokens of a passage; null: the model's own")
-    pair_length: int = Field(512, ge=8, description="tokens of a reranker's pair; the passage is truncated first")
+    pair_length: int | None = Field(None, ge=8, description="tokens of a reranker's pair; null: as trained, else 512")
     pair: PairFormat | None = Field(
         None, description="input of a generative reranker: {query} as its own formats write it, and {passage}"
     )

@@ -24,9 +24,6 @@ from infembed_ray.storage import steps
 from infembed_ray.storage.places import Place, address
 from infembed_ray.storage.steps import output_state
 
-RERANKER_KINDS = ("seq2seq", "classifier", "causal")
-"""Kinds that can only score documents that another model has found."""
-
 
 @dataclass(frozen=True)
 class EvaluatedModel:
@@ -161,7 +158,8 @@ def _tasks(settings: EvaluateSettings) -> tuple[dict[str, Place], list[Task], li
 def _require_candidates(settings: EvaluateSettings, models: Sequence[EvaluatedModel], tasks: Sequence[Task]) -> None:
     """Check that every reranker has documents to score."""
     first = settings.first_stage
-    rerankers = [model.label for model in models if model.retriever.kind in RERANKER_KINDS]
+    finders = (*baselines.ENCODER_KINDS, *baselines.RANKER_KINDS)
+    rerankers = [model.label for model in models if model.retriever.kind not in finders]
     if first is not None and (first not in settings.models or first in rerankers):
         why = "is a reranker itself" if first in settings.models else "is not a label of models"
         raise InputError.of("first_stage", first, why, "give the label of an encoder or of bm25")

@@ -56,19 +56,31 @@ class Located:
     names: dict[str, str]
 
 
-def locate(model: str, setting: str, revision: str | None = None) -> Located:
+def locate(model: str, setting: str, revision: str | None = None, kind: str | None = None) -> Located:
     """Find a model that a setting names, and read its configuration and its tokenizer.
 
     Args:
         model: directory (`latest` is followed), its URI in an object store, or hub name.
         setting: name of the setting.
         revision: commit of a model on the hub; None: the newest.
+        kind: kind of a retriever that the model must be, as far as its configuration tells; None: any.
 
     Raises:
-        InputError: there is no such directory, the directory has no model, or the hub does not have the name.
+        InputError: there is no such directory, the directory has no model, or one of another kind, or the hub has no such name.
     """
     located = find(model, setting, revision)
-    require_loadable(local(located.path, setting, with_weights=False), f"{setting}={model}", revision)
+    path = local(located.path, setting, with_weights=False)
+    config = require_loadable(path, f"{setting}={model}", revision)
+    names = config.architectures or []
+    classifies = any(name.endswith("ForSequenceClassification") for name in names)
+    embeds = any(name.endswith("Model") and not name.endswith("LMHeadModel") for name in names)
+    if kind == "encoder":
+        misfits = classifies and config.num_labels <= 2 and not read_json(path, "modules.json", revision, list)
+    else:
+        misfits = kind is not None and bool(names) and (embeds or classifies != (kind == "classifier"))
+    if misfits:
+        remedy = "give one of this kind, or set its own kind: encoder, causal, seq2seq, classifier (with instructed_query, plain_query)"
+        raise InputError.of(setting, model, f"is a {names[0]}, not a model of kind={kind}", remedy)
     return located
 
 
@@ -150,11 +162,12 @@ def _require_finished(path: Path, setting: str) -> None:
         raise InputError.of(setting, None, "an unfinished training", remedy)
 
 
-def require_loadable(model: str, setting: str, revision: str | None = None) -> None:
-    """Read configuration and tokenizer; InputError if it fails, so that errors appear before workers read the weights."""
+def require_loadable(model: str, setting: str, revision: str | None = None) -> Any:
+    """Return a configuration, and read the tokenizer; InputError if it fails: errors appear before workers read the weights."""
     for tower in _towers(model, revision):
-        pretrained.config(model, setting, tower, revision, native=True)
+        config = pretrained.config(model, setting, tower, revision, native=True)
     pretrained.tokenizer(model, setting, tower, revision, native=True)
+    return config
 
 
 def at_revision(model: str, revision: str | None) -> str:
@@ -247,7 +260,7 @@ def describe(model: str, with_pooling: bool = True) -> Description:
         pooling=_saved_pooling(model, folders["Pooling"]) if with_pooling and "Pooling" in folders else None,
         template=own.get("template"),
         query_prefix=prompts.get("query"),
-        passage_prefix=prompts.get("document", prompts.get("passage")),
+        passage_prefix=prompts.get("document", prompts.get("passage", own.get("passage_prefix"))),
         query_length=own.get("query_length"),
         passage_length=own.get("passage_length"),
         max_length=min((length for length in lengths if length), default=None),
@@ -256,6 +269,13 @@ def describe(model: str, with_pooling: bool = True) -> Description:
         exclusion_weight=own.get("exclusion_weight", 0.0),
         finished=bool(modules),
     )
+
+
+def pair_format(model: str, revision: str | None = None) -> TextFormat:
+    """Return the length, and the text before a passage, of a reranker's pairs, as its training wrote them; else defaults."""
+    own = read_json(model, OWN_CONFIG, revision)
+    names = ("passage_prefix", "passage_length") if own.get("head") == "score" else ()
+    return TextFormat(**{name: own[name] for name in names if name in own})
 
 
 class Overrides(TypedDict, total=False):
@@ -317,8 +337,6 @@ def load(
     Raises:
         InputError: no such model, missing or damaged weights, or a tokenizer that is slow or another model's.
     """
-    import torch
-
     setting = f"model={model}"
     own = read_json(model, OWN_CONFIG)
     native = native or bool(own)  # `checkpoint_writer.write` wrote it
@@ -328,20 +346,14 @@ def load(
     remedy = "set bidirectional=true or false, as its model card says, to load the class of transformers instead, or "
     configs = [pretrained.config(model, setting, tower, native=native, remedy=remedy) for tower in towers]
     tokenizer = pretrained.tokenizer(model, setting, towers[0], native=native, remedy=remedy)
+    remedy = "set kind=seq2seq for a reranker, or serve an embedder behind /v1/embeddings and set kind=api"
     for config in configs:
-        decodes = config.is_encoder_decoder or getattr(type(config), "is_encoder_decoder", False)
-        if decodes or not hasattr(config, "hidden_size"):
-            kind = "an encoder-decoder" if decodes else f"not a text model ({config.model_type})"
-            remedy = "set kind=seq2seq for a reranker, or serve an embedder behind /v1/embeddings and set kind=api"
-            raise InputError.of("model", model, f"is {kind}, and the encoder needs one backbone of texts", remedy)
-    if with_weights:
-        backbones = [
-            pretrained.weights("AutoModel", model, setting, subfolder=tower, config=config, **options)
-            for tower, config in zip(towers, configs, strict=True)
-        ]
-    else:
-        with torch.device("meta"):
-            backbones = [pretrained.build(config, **options) for config in configs]
+        pretrained.require_one_backbone(config, model, remedy)
+    options |= {"with_weights": with_weights}
+    backbones = [
+        pretrained.weights("AutoModel", model, setting, subfolder=tower, config=config, **options)
+        for tower, config in zip(towers, configs, strict=True)
+    ]
     for backbone in backbones:
         pretrained.require_embedded(tokenizer, backbone, setting)
     if read_json(model, join(towers[0], "sentence_bert_config.json")).get("do_lower_case"):

@@ -41,13 +41,7 @@ def write(
     towers = SHARED if len(backbones) == 1 else tuple(f"{route}_0_Transformer" for route in ROUTES)
     longest = max(description.query_length or 0, description.passage_length or 0)
     for number, (tower, backbone) in enumerate(zip(towers, backbones, strict=True)):
-        (path / tower).mkdir(parents=True, exist_ok=True)
-        vars(backbone.config).pop("auto_map", None)  # the class of transformers was trained, not code of its base model
-        if weights is None:
-            backbone.save_pretrained(path / tower)
-        else:
-            _write_weights(path / tower, backbone, weights[number])
-        _write_tokenizer(path / tower, backbone, tokenizer, longest)
+        write_backbone(path / tower, backbone, tokenizer, longest, weights[number] if weights else None)
     pooling = _write_modules(path, towers, description)
     durable.replace_json(
         path / pooling / "config.json",
@@ -86,12 +80,21 @@ def _write_weights(folder: Path, backbone: Any, weights: Mapping[str, Stored]) -
     backbone.config.save_pretrained(folder)
 
 
-def _write_tokenizer(folder: Path, backbone: Any, tokenizer: Any, longest: int) -> None:
-    pretrained.require_portable(tokenizer, backbone.config, str(folder))
+def write_backbone(
+    folder: Path, model: Any, tokenizer: Any, longest: int, weights: Mapping[str, Stored] | None
+) -> None:
+    """Write a Hugging Face model, with the tokenizer of its texts of at most `longest` tokens; `weights` as of `write`."""
+    pretrained.require_portable(tokenizer, model.config, str(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    vars(model.config).pop("auto_map", None)  # the class of transformers was trained, not code of its base model
+    if weights is None:
+        model.save_pretrained(folder)
+    else:
+        _write_weights(folder, model, weights)
     tokenizer.init_kwargs.pop("auto_map", None)
     tokenizer.save_pretrained(folder)
     loading: dict[str, Any] = {"max_seq_length": longest, "do_lower_case": False}
-    if getattr(backbone.config, "is_causal", None) is False:
+    if getattr(model.config, "is_causal", None) is False:
         # Without padding, transformers' SDPA ignores `is_causal` of a decoder's config.
         loading["model_args"] = {"attn_implementation": "eager"}
     durable.replace_json(folder / "sentence_bert_config.json", loading)

@@ -92,6 +92,14 @@ def require_no_adapters(model: str, setting: str, subfolder: str = "", revision:
         raise InputError.of(setting, None, fault, remedy)
 
 
+def require_one_backbone(config: Any, model: str, remedy: str) -> None:
+    """Raise InputError for an encoder-decoder, and for what reads more than texts."""
+    decodes = config.is_encoder_decoder or getattr(type(config), "is_encoder_decoder", False)
+    if decodes or not hasattr(config, "hidden_size"):
+        kind = "an encoder-decoder" if decodes else f"not a text model ({config.model_type})"
+        raise InputError.of("model", model, f"is {kind}, and one backbone of texts is needed", remedy)
+
+
 def tokenizer(
     model: str, setting: str, subfolder: str = "", revision: str | None = None, native: bool = False, remedy: str = ""
 ) -> Any:
@@ -164,32 +172,33 @@ def require_embedded(tokenizer: Any, model: Any, setting: str) -> None:
         raise InputError.of(setting, None, f"{counts}: {causes}", remedy)
 
 
-def build(config: Any, kind: str = "AutoModel", **options: Any) -> Any:
-    """Build a backbone, or another auto class of transformers, without weights of a model."""
-    import transformers
-
-    return getattr(transformers, kind).from_config(config, trust_remote_code=False, **options)
-
-
-def weights(kind: str, model: str, setting: str, new_head: bool = False, **options: Any) -> Any:
+def weights(
+    kind: str, model: str, setting: str, new_head: bool = False, with_weights: bool = True, **options: Any
+) -> Any:
     """Load a model with its weights.
 
     Args:
         kind: auto class of transformers, such as `AutoModel`.
         model, setting: as of `config`.
         new_head: accept that the layers over the backbone have no weights; they are then random.
+        with_weights: False: read none, and build the model by `config` and `dtype` on torch's meta device.
         options: options of `from_pretrained`.
 
     Raises:
         InputError: weights are missing, damaged, of another shape, or not finite.
     """
+    import torch
     import transformers
 
+    made = getattr(transformers, kind)
+    if not with_weights:
+        with torch.device("meta"):
+            return made.from_config(options["config"], dtype=options["dtype"], trust_remote_code=False)
     # Shapes that differ are among the findings then; otherwise they are an error with a table.
     checked: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
     remedy = "give a directory with config.json, tokenizer and safetensors, or a reachable hub name"
     with _loading(setting, "cannot be loaded", remedy):
-        loaded, info = getattr(transformers, kind).from_pretrained(model, **options, **checked)
+        loaded, info = made.from_pretrained(model, **options, **checked)
     # Embeddings do not use the layer that BERT's family has over [CLS], and a new head is trained with it.
     pooled, required = kind != "AutoModel" and not new_head, f"{loaded.base_model_prefix}." if new_head else ""
     missing = {name for name in info["missing_keys"] if pooled or "pooler" not in name.split(".")}

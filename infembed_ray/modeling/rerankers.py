@@ -4,9 +4,9 @@ Scores are logit differences, relevant - irrelevant. They order as the usual pro
 probabilities that round to 1.0.
 """
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from infembed_ray.config.evaluation import RetrieverSettings
 from infembed_ray.errors import InputError
-from infembed_ray.modeling import pretrained
+from infembed_ray.modeling import checkpoint, pretrained
 from infembed_ray.modeling.formats import Asked, fill, passage_text, query_text
 from infembed_ray.modeling.layout import length_sorted_batches
 from infembed_ray.modeling.pipeline import batch_tokens_of
-from infembed_ray.modeling.tokenizer import only_texts
+from infembed_ray.modeling.tokenizer import TextFormat, only_texts
 
 
 class PairScorer(ABC):
@@ -72,7 +72,6 @@ class ModelReranker(PairScorer):
         self.source = settings.model
         setting = f"kind={settings.kind}, model={settings.model}"
         self.tokenizer = pretrained.tokenizer(settings.model, setting, revision=settings.revision)
-        on_meta: dict[str, Any] = {"device_map": device} if device == "meta" else {}
         self.model = pretrained.weights(
             self.model_class,
             settings.model,
@@ -81,13 +80,15 @@ class ModelReranker(PairScorer):
             config=pretrained.config(settings.model, setting, revision=settings.revision),
             dtype=getattr(torch, settings.dtype),
             use_safetensors=True,
-            **on_meta,
+            device_map=device if device == "meta" else None,
         )
         pretrained.require_embedded(self.tokenizer, self.model, setting)
+        text = checkpoint.pair_format(settings.model, settings.revision)
+        self.text = replace(text, passage_length=settings.pair_length or text.passage_length)
         positions = getattr(self.model.config, "max_position_embeddings", None)
-        if positions is not None and settings.pair_length > positions:
+        if positions is not None and self.text.passage_length > positions:
             fault = f"model={settings.model} has only {positions} positions"
-            raise InputError.of("pair_length", settings.pair_length, fault, "set it to that or less")
+            raise InputError.of("pair_length", self.text.passage_length, fault, "set it to that or less")
         if getattr(self.model.config, "pad_token_id", None) is None:
             # A decoder with a classification head finds the last token by it.
             self.model.config.pad_token_id = self.tokenizer.pad_token_id
@@ -100,13 +101,11 @@ class ModelReranker(PairScorer):
 
     def tokenized(self, pairs: Sequence[tuple[Asked, str]]) -> list[dict[str, list[int]]]:
         """Format and tokenize pairs for `relevance`, truncated to `pair_length` tokens."""
-        with only_texts(text for query, _ in pairs for text in (query.query, query.instruction or "")):
+        with only_texts(text for query, passage in pairs for text in (query.query, query.instruction or "", passage)):
             texts = {query: query_text(self._settings, query) for query in {query for query, _ in pairs}}
             if (limit := self._settings.query_length) is not None:
                 texts = {query: _truncated(self.tokenizer, text, limit) for query, text in texts.items()}
-        filled = [(texts[query], passage_text(self._settings.passage, text)) for query, text in pairs]
-        with only_texts(itertools.chain(*filled)):
-            return self._tokenize(filled)
+            return self._tokenize([(texts[query], passage_text(self._settings.passage, text)) for query, text in pairs])
 
     @torch.inference_mode()
     def relevance(self, inputs: Sequence[dict[str, list[int]]]) -> np.ndarray:
@@ -138,7 +137,7 @@ class _Answering(ModelReranker):
         self._answers = [vocabulary[token] for token in answers]
 
     def _tokenize(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
-        most = self._settings.pair_length
+        most = self.text.passage_length
         tokenized = zip(self._prompts(pairs), pairs, strict=True)
         return [each if len(each["input_ids"]) <= most else self._shortened(*pair) for each, pair in tokenized]
 
@@ -148,7 +147,7 @@ class _Answering(ModelReranker):
         for part in texts:
             while True:
                 (tokens,) = self._prompts([(texts["query"], texts["passage"])])
-                excess = len(tokens["input_ids"]) - self._settings.pair_length
+                excess = len(tokens["input_ids"]) - self.text.passage_length
                 if excess <= 0:
                     return tokens
                 if not texts[part]:
@@ -157,7 +156,7 @@ class _Answering(ModelReranker):
                 length = len(self.tokenizer(texts[part], add_special_tokens=False)["input_ids"])
                 texts[part] = _truncated(self.tokenizer, texts[part], length - excess)
         fault = f"the format `pair` alone is longer by {excess} tokens"
-        raise InputError.of("pair_length", self._settings.pair_length, fault, "raise it")
+        raise InputError.of("pair_length", self.text.passage_length, fault, "raise it")
 
     def _prompts(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
         prompt = self._settings.pair or "{query} {passage}"
@@ -212,7 +211,7 @@ class Classifier(ModelReranker):
             raise InputError.of("model", settings.model, fault, "give a model that was trained as a reranker")
 
     def _tokenize(self, pairs: Sequence[tuple[str, str]]) -> list[dict[str, list[int]]]:
-        return tokenized_pairs(self.tokenizer, pairs, self._settings.pair_length)
+        return tokenized_pairs(self.tokenizer, pairs, self.text)
 
     def _relevance(self, batch: Any) -> Tensor:
         logits = self.model(**batch).logits.float()
@@ -223,15 +222,16 @@ KINDS: dict[str, type[ModelReranker]] = {"classifier": Classifier, "causal": Cau
 """Kind of the settings -> class."""
 
 
-def tokenized_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]], length: int) -> list[dict[str, list[int]]]:
-    """Tokenize (query, passage) pairs for a classifier, truncated to `length` tokens: the query only if it alone is longer."""
+def tokenized_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]], text: TextFormat) -> list[dict[str, list[int]]]:
+    """Tokenize (query, passage) pairs for a classifier, truncated to `passage_length`: the query only if it leaves no place."""
     if not pairs:
         return []
-    limit = length - tokenizer.num_special_tokens_to_add(pair=True) - 1
+    mark = len(tokenizer(text.passage_prefix, add_special_tokens=False)["input_ids"])
+    limit = text.passage_length - tokenizer.num_special_tokens_to_add(pair=True) - mark - 1
     queries = {query: _truncated(tokenizer, query, limit) for query in {query for query, _ in pairs}}
     # Lists, not single texts: the tokenizer takes a single empty passage for none and leaves out its [SEP].
-    firsts, seconds = [queries[query] for query, _ in pairs], [passage for _, passage in pairs]
-    encoded = tokenizer(firsts, seconds, truncation="only_second", max_length=length)
+    firsts, seconds = [queries[query] for query, _ in pairs], [text.passage_prefix + passage for _, passage in pairs]
+    encoded = tokenizer(firsts, seconds, truncation="only_second", max_length=text.passage_length)
     return _rows(encoded, *encoded)
 
 

@@ -75,7 +75,7 @@ def _cross_encoder(settings: ServeSettings, rerank: RerankSettings) -> RerankerA
     if reranker.kind not in KINDS:
         remedy = f"give one of {', '.join(KINDS)}, or set rerank.kind=late_interaction for an encoder"
         raise InputError.of("rerank.model.kind", reranker.kind, "does not read query and passage together", remedy)
-    path = checkpoint.locate(reranker.model, "rerank.model", reranker.revision).path
+    path = checkpoint.locate(reranker.model, "rerank.model", reranker.revision, reranker.kind).path
     if Path(path).is_absolute():
         located = reranker.model_copy(update={"model": path})
         KINDS[reranker.kind](located, "meta", BATCH_TOKENS)  # raises if model and kind do not fit

@@ -60,7 +60,8 @@ def load_for_training(settings: TrainSettings, device: torch.device) -> Instruct
     stored = from_first(stored_weights(encoder, checkpoint.local(settings.model)) if world()[0] == 0 else None)
     if stored is None:
         if world()[0] == 0:
-            say(f"train: model={settings.model}: its files do not have every parameter, so each worker loads it whole")
+            lacks = "lack the new head" if settings.head == "score" else "do not have every parameter"
+            say(f"train: model={settings.model}: its files {lacks}, so each worker loads it whole")
         return load_encoder(settings, device)
     restore_buffers(encoder, stored)
     _partition(encoder, stored, settings, device)
@@ -80,13 +81,14 @@ def stored_weights(encoder: InstructionEncoder, model: str) -> StoredWeights | N
             with safe_open(path, "pt") as file:
                 names = sorted(file.keys())
                 shapes |= {StoredWeight(path, name): tuple(file.get_slice(name).get_shape()) for name in names}
-        own = {w.name.removeprefix(f"{backbone.base_model_prefix}."): w for w in shapes}
+        prefix = f"{backbone.base_model_prefix}."  # of a head's files, and of a classifier's parameters
+        by_name = {w.name.removeprefix(prefix): w for w in shapes}
+        own = {n: by_name[short] for n in backbone.state_dict() if (short := n.removeprefix(prefix)) in by_name}
         parameters = dict(backbone.named_parameters(remove_duplicate=False))  # tied ones are loaded whole
         if any(name not in own or shapes[own[name]] != p.shape for name, p in parameters.items()):
             return None
         stored.parameters.append({name: own[name] for name in parameters})
-        saved = {name for name, _ in backbone.named_buffers()} & set(backbone.state_dict())
-        stored.buffers.append({name: own[name].contiguous() for name in saved if name in own})
+        stored.buffers.append({name: own[name].contiguous() for name, _ in backbone.named_buffers() if name in own})
     return stored
 
 
@@ -94,7 +96,7 @@ def restore_buffers(encoder: InstructionEncoder, stored: StoredWeights) -> None:
     """Replace buffers on the meta device by those of the model's files, or as built, such as rotary frequencies."""
     for backbone, saved in zip(encoder.backbones, stored.buffers, strict=True):
         with init_empty_weights(include_buffers=False):
-            built = pretrained.build(backbone.config)
+            built = type(backbone)._from_config(backbone.config)
         for name, buffer in built.named_buffers():
             module, _, own = name.rpartition(".")
             backbone.get_submodule(module)._buffers[own] = saved.get(name, buffer).to(buffer.dtype)

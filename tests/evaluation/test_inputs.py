@@ -12,6 +12,7 @@ from infembed_ray.storage.places import listing, read_text
 from tests.evaluation import published
 from tests.evaluation.retrievers import models
 from tests.evaluation.tasks.test_infir import record
+from tests.modeling import backbones
 from tests.support.files import write_jsonl
 from tests.support.object_store import upload
 
@@ -120,6 +121,37 @@ def test_bad_input_is_rejected_in_one_line(settings, change, message):
         resolve(EvaluateSettings.from_mapping(settings.model_dump() | change))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    return backbones.write("qwen2", tmp_path_factory.mktemp("decoder"))
+
+
+@pytest.mark.parametrize(
+    ("model", "fault"),
+    [
+        ("cross", "is a BertForSequenceClassification, not a model of kind=encoder"),
+        ({"kind": "classifier", "model": "base"}, "is a BertModel, not a model of kind=classifier"),
+        ({"kind": "causal", "model": "decoder"}, "is a Qwen2Model, not a model of kind=causal"),
+        ({"kind": "causal", "model": "cross"}, "is a BertForSequenceClassification, not a model of kind=causal"),
+    ],
+)
+def test_a_reranker_given_as_an_encoder_and_the_reverse_are_refused(settings, decoder, model, fault):
+    places = {"cross": settings.models["cross"].model, "base": settings.models["base"], "decoder": decoder}
+    answers = {"pair": "{query} {passage}", "answers": ("a", "b")}
+    if isinstance(model, dict):
+        formats = {"instructed_query": "{instruction} {query}", "plain_query": "{query}"}
+        given = {**formats, **(answers if model["kind"] == "causal" else {}), **model, "model": places[model["model"]]}
+    else:
+        given = places[model]
+    with pytest.raises(InputError) as error:
+        resolve(EvaluateSettings.from_mapping(settings.model_dump() | {"models": {"x": given}, "first_stage": None}))
+    (told,) = error.value.faults
+    assert told.setting == "models.x.model"
+    assert told.value in places.values()
+    assert told.fault == fault
+    assert "or set its own kind: encoder, causal, seq2seq, classifier" in told.remedy
 
 
 def test_inputs_in_an_object_store_are_those_of_directories(settings, minilm, bucket, tmp_path, monkeypatch):

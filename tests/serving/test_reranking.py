@@ -1,6 +1,7 @@
 """The reranker: settings checked before a start, and its engine over a scorer that the tests know."""
 
 import asyncio
+import json
 import shutil
 import threading
 from collections.abc import Sequence
@@ -92,8 +93,13 @@ def test_a_model_that_does_not_fit_is_rejected_before_the_start(
 
 
 def test_weights_that_are_no_classifier_are_rejected_before_the_start(encoder: str, tmp_path: Path) -> None:
+    model = models.bert(tmp_path, labels=0)
+    with pytest.raises(InputError, match=r"^rerank.model=.*: is a BertModel, not a model of kind=classifier"):
+        resolved(encoder, kind="cross_encoder", model=model)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": None}))
     with pytest.raises(InputError, match="has no weights for classifier"):
-        resolved(encoder, kind="cross_encoder", model=models.bert(tmp_path, labels=0))
+        resolved(encoder, kind="cross_encoder", model=model)
 
 
 # -------------------------------------------------------------------------------------------------------- engine

@@ -16,7 +16,10 @@ from infembed_ray.errors import InputError
 from infembed_ray.evaluation.retrievers import baselines
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.formats import Question
+from infembed_ray.modeling.tokenizer import TextFormat
 from infembed_ray.records.tuples import Example
+from infembed_ray.serving.reranking import PLAIN_CLASSIFIER
+from infembed_ray.training import export as exporting
 from infembed_ray.training.backbone import load_encoder
 from infembed_ray.training.collate import collate, contrasted
 from infembed_ray.training.launch import run
@@ -54,6 +57,7 @@ def test_loss_and_gradients_match_plain_transformers_in_float64(family, tmp_path
     long = replace(record(2), document_positive="bread is baked from flour " * 9)
     settings = settings_of(path, hard_negatives=None)
     encoder = load_encoder(settings).eval()
+    mark = "\nPassage:\n" if family in ("llama", "qwen2") else ""  # decoders have no token between two texts
     plain = AutoModelForSequenceClassification.from_config(encoder.backbone.config, attn_implementation="eager")
     plain.load_state_dict(encoder.backbone.state_dict())
     plain, tokenizer = plain.double().eval(), AutoTokenizer.from_pretrained(path)
@@ -65,7 +69,7 @@ def test_loss_and_gradients_match_plain_transformers_in_float64(family, tmp_path
         rows.append((f"{r.instruction_positive} {r.query_negative}", [passages[n] for n in (2, 0, 1)]))
     of_rows = []
     for asked, passages in rows:
-        logits = [plain(**tokenizer([asked], [p], return_tensors="pt")).logits[0, 0] for p in passages]
+        logits = [plain(**tokenizer([asked], [mark + p], return_tensors="pt")).logits[0, 0] for p in passages]
         of_rows.append(torch.nn.functional.cross_entropy(torch.stack(logits), torch.tensor(0)))
     expected = torch.stack(of_rows).mean()
     expected.backward()
@@ -143,6 +147,55 @@ def test_the_published_reranker_scores_alike_in_sentence_transformers_and_in_eva
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("family", ["llama", "qwen2", "bert"])
+def test_training_evaluation_and_serving_read_pairs_alike_as_the_checkpoint_says(family, tmp_path):
+    encoder = load_encoder(settings_of(FAMILIES[family](tmp_path / "model"), passage_length=24)).eval()
+    encoder.save_pretrained(tmp_path / "saved")
+    asked = [Question("what is bread", "for nurses"), Question("how is aspirin dosed " * 20)]
+    passages = ["", "aspirin is a drug", "bread is baked from flour and water " * 9]
+    pairs = [(query, passage) for query in asked for passage in passages]
+    texts = [(f"{q.instruction} {q.query}" if q.instruction else q.query, passage) for q, passage in pairs]
+    expected = encoder.tokenize_pairs(texts)
+    assert max(map(len, expected)) == 24
+    if family == "qwen2":
+        assert encoder.tokenizer.decode(expected[1].ids) == "for nurses what is bread\nPassage:\naspirin is a drug"
+
+    def ids(path, **changes):
+        given = {**PLAIN_CLASSIFIER, "model": str(path), **changes}
+        reranker = baselines.load(baselines.resolve("x", given))
+        return [row["input_ids"] for row in reranker.tokenized(pairs)]
+
+    assert ids(tmp_path / "saved") == [tokens.ids for tokens in expected]
+    assert max(map(len, ids(tmp_path / "saved", pair_length=16))) == 16
+    again = load_encoder(settings_of(tmp_path / "saved"), "meta")  # goes on as it was trained
+    assert again.text == encoder.text
+    assert load_encoder(settings_of(tmp_path / "saved", passage_length=48), "meta").text.passage_length == 48
+
+    (tmp_path / "saved" / "infembed.json").write_text('{"head": "score"}')  # an earlier version wrote this
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    plain = tokenizer([text for text, _ in texts[:3]], passages)
+    assert ids(tmp_path / "saved")[:3] == plain["input_ids"]
+    assert load_encoder(settings_of(tmp_path / "saved"), "meta").text == TextFormat()
+
+
+@pytest.mark.integration
+def test_a_trained_reranker_is_trained_on_and_written_file_by_file(tmp_path, monkeypatch):
+    model = models.bert(tmp_path / "model", 1)
+    rows = write_jsonl(tmp_path / "records.jsonl", map(vars, map(record, range(3))))
+    settings = settings_of(
+        model, records=str(rows), output=str(tmp_path / "out"), launcher="process", workers=1, passage_length=40
+    )
+    monkeypatch.setattr(exporting, "_export_whole", None)
+    output = run(settings).path
+    before, after = (load_file(f"{path}/model.safetensors") for path in (model, output))
+    assert before.keys() == after.keys()
+    assert not torch.equal(before["classifier.weight"], after["classifier.weight"])
+    assert 'CrossEncoder(".", max_length=40)' in (output / "README.md").read_text()
+    scorer = baselines.load(baselines.resolve("x", {**PLAIN_CLASSIFIER, "model": str(output)}))
+    assert scorer.score([(Question("what is bread"), "flour")]).shape == (1,)
+
+
+@pytest.mark.integration
 def test_resumed_runs_and_runs_of_more_workers_give_the_same_reranker(tmp_path):
     tiny = backbones.write("modernbert", tmp_path / "tiny")
 
@@ -180,6 +233,13 @@ def test_resumed_runs_and_runs_of_more_workers_give_the_same_reranker(tmp_path):
 def test_settings_of_embeddings_are_refused(changes):
     with pytest.raises(InputError, match=rf"{next(iter(changes))}.*head=score"):
         settings_of(**changes)
+
+
+def test_an_encoder_decoder_is_refused_before_its_weights_are_read(tmp_path):
+    model = models.t5(tmp_path / "model")
+    with pytest.raises(InputError, match=r"is an encoder-decoder, .*; give an encoder or a decoder") as refused:
+        load_encoder(settings_of(model), "meta")
+    assert (refused.value.faults[0].setting, refused.value.faults[0].value) == ("model", model)
 
 
 def test_a_classifier_of_several_classes_and_records_without_negatives_are_refused(tmp_path):

@@ -9,7 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from infembed_ray.config.training import Lora, TrainSettings
 from infembed_ray.errors import InputError
+from infembed_ray.training import zero_init
 from infembed_ray.training.zero_init import load_for_training
+from tests.evaluation.retrievers import models
 from tests.modeling import backbones
 from tests.support.workers import run_workers, share_process_group
 
@@ -94,9 +96,12 @@ def test_partitioned_model_trains_like_one_that_is_loaded_whole(workers, decoder
         settings_of(decoder, share_encoder=False),
         settings_of(decoder, interaction="cross_attention"),
         settings_of(str(lacking)),
+        settings_of(models.bert(tmp_path / "trained", 1), head="score"),
+        settings_of(models.llama(tmp_path / "classifier", 1), head="score"),
+        settings_of(decoder, head="score"),  # its new head is in no file
     ]
     for early in run_workers(compare, workers, cases):
-        assert early == [True] * 5 + [False] * 2
+        assert early == [True] * 5 + [False] * 2 + [True] * 2 + [False]
 
 
 def change(path, changed):
@@ -114,6 +119,21 @@ def refusals(rank, cases):
         messages.append(str(refused.value))
     destroy()
     return messages
+
+
+def told(rank, settings):
+    """Return what worker 0 says while it loads a model."""
+    destroy, said = share_process_group(), []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(zero_init, "say", said.append)
+        load_for_training(settings, CPU)
+    destroy()
+    return said
+
+
+def test_a_new_head_is_the_reason_for_which_a_model_is_loaded_whole(decoder):
+    ((said,),) = run_workers(told, 1, settings_of(decoder, head="score"))
+    assert said == f"train: model={decoder}: its files lack the new head, so each worker loads it whole"
 
 
 def test_every_worker_refuses_weights_that_are_missing_or_not_finite(decoder, tmp_path):

@@ -1,7 +1,6 @@
 """The interfaces of retrievers, and their loading: checkpoints, the baselines of the tables (baselines.yaml), mappings of settings."""
 
 import hashlib
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -22,14 +21,6 @@ from infembed_ray.storage.object_store import Folder, is_uri
 from infembed_ray.storage.places import Place, place_of
 
 FILE = Path(__file__).with_name("baselines.yaml")
-_CLASSES = {
-    "encoder": ("evaluation.retrievers.encoders", "CheckpointEncoder"),
-    "api": ("evaluation.retrievers.api", "ApiEncoder"),
-    "seq2seq": ("modeling.rerankers", "Seq2Seq"),
-    "causal": ("modeling.rerankers", "Causal"),
-    "classifier": ("modeling.rerankers", "Classifier"),
-}
-"""Kind -> module and class of its retriever, imported when it is loaded: some import torch or transformers."""
 ENCODER_KINDS = ("encoder", "api")
 RANKER_KINDS = ("bm25", "run")
 """Kinds that rank a whole task in one process (`rank`)."""
@@ -129,7 +120,7 @@ def inputs(settings: RetrieverSettings, where: str = "model") -> tuple[dict[str,
             fault = "no adapter_config.json in this directory"
             raise InputError.of(f"{where}.adapter", model, fault, "give one that peft wrote")
         if part == "model":
-            checkpoint.locate(model, f"{where}.{part}", revision)
+            checkpoint.locate(model, f"{where}.{part}", revision, kind)
         if stored:
             paths[part] = place
         else:
@@ -165,9 +156,14 @@ def load(settings: RetrieverSettings, device: str = "cpu", batch_tokens: int | N
     # A model in an object store is copied to this node.
     copies = {part: checkpoint.local(model) for part, model, _ in _weights(settings) if is_uri(model)}
     settings = settings.model_copy(update=copies)
-    module, name = _CLASSES[settings.kind]
-    retriever = getattr(importlib.import_module(f"infembed_ray.{module}"), name)
-    return retriever(settings, *(() if settings.kind == "api" else (device, batch_tokens)))
+    if settings.kind == "api":  # modules are imported when they are needed: some import torch or transformers
+        from infembed_ray.evaluation.retrievers.api import ApiEncoder
+
+        return ApiEncoder(settings)
+    from infembed_ray.evaluation.retrievers.encoders import CheckpointEncoder
+    from infembed_ray.modeling.rerankers import KINDS
+
+    return (CheckpointEncoder if settings.kind == "encoder" else KINDS[settings.kind])(settings, device, batch_tokens)
 
 
 def rank(settings: RetrieverSettings, task: Task, depth: int) -> Run:
