@@ -330,13 +330,19 @@ def mapping(
         elif own in columns or own in needed:
             missing[own] = candidates[0]
     if missing:
-        found = ", ".join(map(str, present))
-        found = found if len(found) < 300 else f"{found[:300]} ..."
-        fault = f"no column {', '.join(missing.values())} (found: {found})"
-        source = name.removesuffix("path") if name.startswith("sources.") else ""
-        mapped = ", ".join(f"{source}columns.{own}=<its name>" for own in missing)
-        remedy = "rename the columns of the file" + f" (mine: set {mapped})" * (row is Record)
-        if columns or source or name in ("corpus", "seeds"):
-            remedy = f"set {mapped}"
-        raise InputError.of(name, path, fault, remedy)
+        raise no_columns(name, path, missing, present, bool(columns))
     return column_of
+
+
+def no_columns(
+    name: str, path: Place, missing: Mapping[str, str], present: Collection[str], mapped: bool, more: str = ""
+) -> InputError:
+    """The error that a file lacks columns, `missing`: ours -> theirs; `mapped`: whether the user maps any, `more`: of the fault."""
+    found = ", ".join(map(str, present))
+    found = found if len(found) < 300 else f"{found[:300]} ..."
+    source = name.removesuffix("path") if name.startswith("sources.") else ""
+    remedy = "set " + ", ".join(f"{source}columns.{own}=<its name>" for own in missing)
+    if not (mapped or source or name in ("corpus", "seeds")):
+        hint = f" (mine: {remedy}; train: in sources.NAME)" * (name == "records")
+        remedy = f"rename the columns of the file{hint}"
+    return InputError.of(name, path, f"no column {', '.join(missing.values())} (found: {found}){more}", remedy)
