@@ -46,13 +46,17 @@ _ATTENTION = "counted"
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a model: P and T parameters, those of the largest tensor, bytes of the frozen ones, and b per trained one."""
+    """Sizes of a model: P and T parameters, those of the largest tensor, bytes of the frozen ones, and b per trained one.
+
+    `kept` are bytes of the first weights, which `interpolation` with `validation` mixes with a copy of the trained ones.
+    """
 
     parameters: int
     trained: int
     largest: int
     frozen_bytes: float
     nbytes: int
+    kept: float = 0.0
 
     @property
     def whole(self) -> float:
@@ -76,12 +80,14 @@ class ModelSize:
         linear = {id(m.weight) for m in encoder.modules() if isinstance(m, nn.Linear) and quantized}
         parameters = list(encoder.parameters())
         frozen = [p for p in parameters if not p.requires_grad]
+        mixed = settings.interpolation < 1 and settings.validation is not None  # as `training.engine`
         return cls(
-            parameters=sum(p.numel() for p in parameters),
+            parameters=(every := sum(p.numel() for p in parameters)),
             trained=sum(p.numel() for p in parameters if p.requires_grad),
             largest=max(p.numel() for p in parameters),
             frozen_bytes=sum(p.numel() * (_NF4_BYTES if id(p) in linear else nbytes) for p in frozen),
             nbytes=nbytes,
+            kept=every * nbytes * mixed,
         )
 
 
@@ -89,10 +95,12 @@ class ModelSize:
 class StepMemory:
     """Bytes on one GPU at one moment; the components add up.
 
-    `gradients` and `master` are the worker's fp32 share, `optimizer` Adam's moments, `framework` what is outside the tensors.
+    `copies` are those of `ModelSize.kept`, `gradients` and `master` the worker's fp32 share, `optimizer` Adam's moments,
+    `framework` what is outside the tensors.
     """
 
     parameters: float = 0.0
+    copies: float = 0.0
     gradients: float = 0.0
     master: float = 0.0
     optimizer: float = 0.0
@@ -113,7 +121,7 @@ class StepMemory:
 def step_memory(
     weights: ModelSize, activations: float, workers: int, config: Mapping[str, Any], backward_passes: int = 1
 ) -> StepMemory:
-    """Memory of one GPU at the peak of a step: at the start or the end of the backward pass, or in the update.
+    """Memory of one GPU at the peak of a step: at the start or the end of the backward pass, or in update and validation.
 
     Args:
         activations: bytes of `SavedBytes.held`.
@@ -143,12 +151,12 @@ def step_memory(
         sent = _gradients(weights, stage, workers, optimizer_on, bucket, bool(zero.get("overlap_comm")))
         if optimizer_on:  # the buffer of a gradient on its way to the host
             own += weights.largest_trained * weights.nbytes
-    states = StepMemory(own + gathered, sent.held, master, moments)
+    states = StepMemory(own + gathered, weights.kept, sent.held, master, moments)
     several = backward_passes > 1
     present = sent.held * (sent.early or several) + sent.later * several
     at_first = replace(states, gradients=present, activations=activations, communication=sent.buckets)
     at_last = replace(states, communication=sent.buckets + sent.flat)
-    in_update = replace(states, parameters=own, communication=idle)
+    in_update = replace(states, parameters=own, copies=2 * weights.kept, communication=idle)
     return max(at_first, at_last, in_update, key=lambda memory: memory.total)
 
 
