@@ -15,8 +15,7 @@ class IndexSettings(RowSettings):
     """`infembed index`: checkpoint + corpus -> FAISS index."""
 
     corpus: InputPath = runtime_field(
-        description="file, directory or glob of passages: columns id or _id, text or passage, and perhaps title, which is "
-        "put before the text"
+        description="file, directory or glob of passages: columns id or _id, text or passage, and perhaps title, which is put before the text"
     )
     columns: dict[str, str] = Field(
         {}, description="column name of the index -> column name in the corpus; title='' leaves the titles out"
@@ -54,8 +53,9 @@ class IndexSettings(RowSettings):
     @model_validator(mode="after")
     def _chunks_differ(self) -> "IndexSettings":
         if self.chunk_overlap > (self.chunk_tokens or 0) // 2:
-            fault = f"above half of chunk_tokens={self.chunk_tokens}; lower it"
-            raise ValueError(f"chunk_overlap={self.chunk_overlap}: {fault}")
+            raise ValueError(
+                f"chunk_overlap={self.chunk_overlap}: above half of chunk_tokens={self.chunk_tokens}; lower it"
+            )
         return self
 
     def identity(self) -> dict[str, Any]:
