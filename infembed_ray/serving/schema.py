@@ -39,7 +39,7 @@ MAX_INPUTS = 2048
 """Inputs of one embeddings request; OpenAI's limit."""
 MAX_TOP_K = 1000
 MAX_DOCUMENTS = 1000
-"""Documents of one put or delete request."""
+"""Documents of one put or delete request, and chunks of those of a put."""
 MAX_ID_CHARACTERS = 1000
 
 
@@ -157,8 +157,7 @@ class SearchRequest(RequestBody):
     )
     min_sequence: Annotated[StrictInt, Field(ge=0)] = Field(
         0,
-        description="wait until the answer reflects the changes up to this sequence number (of a put or delete); 503 if "
-        "it does not within the request's time-out",
+        description="wait until the answer reflects the changes up to this sequence number (of a put or delete); 503 if it does not within the request's time-out",
     )
     hybrid: Annotated[float, Field(ge=0, le=1, strict=True)] | None = Field(
         None,
@@ -166,8 +165,7 @@ class SearchRequest(RequestBody):
     )
     explain: StrictBool = Field(
         False,
-        description="also return the effect of the instruction and of each of its phrases on every hit; for an "
-        f"instruction of up to {MAX_EXPLAINED_CHARACTERS} characters, with a top_k of up to {MAX_EXPLAINED_HITS}",
+        description=f"also return the effect of the instruction and of each of its phrases on every hit; for an instruction of up to {MAX_EXPLAINED_CHARACTERS} characters, with a top_k of up to {MAX_EXPLAINED_HITS}",
     )
     rerank: StrictBool | None = Field(
         None,
@@ -189,8 +187,7 @@ class SearchHit(BaseModel):
 
     id: str
     score: float = Field(
-        description="cosine of query and passage; with `hybrid` the weighted mean of the cosine and relative BM25, so it "
-        "compares hits of one answer only"
+        description="cosine of query and passage; with `hybrid` the weighted mean of the cosine and relative BM25, so it compares hits of one answer only"
     )
     text: str
     metadata: dict[str, Metadata] = Field({}, description="field -> value; dates as in ISO 8601")

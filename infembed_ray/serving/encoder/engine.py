@@ -21,7 +21,8 @@ from infembed_ray.modeling.linear import cpu_has_bf16
 from infembed_ray.modeling.tokenizer import TextTokenizer, Tokens
 from infembed_ray.progress import say
 from infembed_ray.retrieval.chunks import Bounds, Cutter, as_chunks
-from infembed_ray.serving import startup
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeError
+from infembed_ray.serving import schema, startup
 from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, Embedded
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class EncodingEngine:
             chunks: maximum and shared tokens of the chunks into which passages are cut; None: they are not.
 
         Raises:
-            QueueFull, DeadlineExceeded: as `BatchingEngine.embed`.
+            QueueFull, DeadlineExceeded, ChangeError: as `BatchingEngine.embed`; of passages with more than `MAX_DOCUMENTS` chunks.
         """
         self.batching.require_capacity(len(texts), timeout_s)  # before any work is done
         loop = asyncio.get_running_loop()
@@ -127,8 +128,11 @@ class EncodingEngine:
 
     async def _cut(self, texts: Sequence[str], cutter: Cutter) -> list[Bounds]:
         cut, loop = list[Bounds](), asyncio.get_running_loop()
-        for text in texts:
+        for place, text in enumerate(texts):
             cut.append(await loop.run_in_executor(self._thread, cutter.cut, text))
+            if (total := sum(map(len, cut)) // 2) > schema.MAX_DOCUMENTS:
+                fault = f"{total:,} chunks up to here, and a request stores at most {schema.MAX_DOCUMENTS:,}"
+                raise ChangeError(f"documents.{place}.text: {fault}; send fewer documents, or divide the text")
         return cut
 
     def _tokenize(self, texts: Sequence[str], instructions: Sequence[str | None] | None) -> list[Tokens]:

@@ -171,9 +171,7 @@ EXCEPTION_HANDLERS: Mapping[type[Exception], Callable[[Request, Any], HttpError]
     ),
     TooManyChanges: lambda _, error: HttpError(
         "too_many_changes",
-        f"compact_at: {error.args[0]} documents differ from the index version, and at most {error.args[1]} may; "
-        "run `infembed index compact` and serve the next version, raise compact_at, or use an external engine, which takes "
-        "any number of changes",
+        f"compact_at: {error.args[0]} documents differ from the index version, and at most {error.args[1]} may; run `infembed index compact` and serve the next version, raise compact_at, or use an external engine, which takes any number of changes",
     ),
     NotApplied: lambda _, error: HttpError(
         "changes_not_applied",

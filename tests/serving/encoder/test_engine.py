@@ -1,6 +1,7 @@
 """The encoding engine as its callers use it, against the encoder called by itself."""
 
 import asyncio
+import pickle
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.tokenizer import Tokens
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeError
+from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, Embedded, QueueFull
 from infembed_ray.serving.encoder.engine import EncodingEngine
 from tests.modeling import backbones
@@ -104,6 +107,21 @@ async def test_the_time_out_includes_cutting_which_stops_then(path, monkeypatch,
     began = time.monotonic()
     assert (await engine.embed(["in time"], None, 60.0, (32, 8))).chunks == [[0, 7]]
     assert time.monotonic() - began < 5
+
+
+async def test_a_request_stores_a_limited_number_of_chunks_and_encodes_no_more(path, monkeypatch):
+    engine = load(path)
+    monkeypatch.setattr(schema, "MAX_DOCUMENTS", 5)
+    counted, long = len((await engine.embed(["x " * 60], None, None, (32, 0))).chunks[0]) // 2, "x " * 1_000
+    assert 1 < counted <= 5
+    before = engine.batching.counters.texts
+    with pytest.raises(
+        ChangeError, match=r"^documents\.1\.text: .* chunks up to here, and a request stores at most 5; "
+    ) as error:
+        await engine.embed(["short", long, long], None, None, (32, 0))
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+    assert engine.batching.counters.texts == before
+    assert len((await engine.embed([long, long], None, None)).vectors) == 2  # not cut
 
 
 async def test_a_tokenizer_panic_leaves_no_caller_waiting() -> None:
