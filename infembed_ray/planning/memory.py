@@ -46,17 +46,14 @@ _ATTENTION = "counted"
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a model: P and T parameters, those of the largest tensor, bytes of the frozen ones, and b per trained one.
-
-    `kept` are bytes of the first weights, which `interpolation` with `validation` mixes with a copy of the trained ones.
-    """
+    """Sizes of a model: P and T parameters, those of the largest tensor, bytes of the frozen ones, and b per trained one."""
 
     parameters: int
     trained: int
     largest: int
     frozen_bytes: float
     nbytes: int
-    kept: float = 0.0
+    mixed: bool = False  # whether the first weights are kept, for a `validation` of those of `interpolation`
 
     @property
     def whole(self) -> float:
@@ -80,14 +77,13 @@ class ModelSize:
         linear = {id(m.weight) for m in encoder.modules() if isinstance(m, nn.Linear) and quantized}
         parameters = list(encoder.parameters())
         frozen = [p for p in parameters if not p.requires_grad]
-        mixed = settings.interpolation < 1 and settings.validation is not None  # as `training.engine`
         return cls(
-            parameters=(every := sum(p.numel() for p in parameters)),
+            parameters=sum(p.numel() for p in parameters),
             trained=sum(p.numel() for p in parameters if p.requires_grad),
             largest=max(p.numel() for p in parameters),
             frozen_bytes=sum(p.numel() * (_NF4_BYTES if id(p) in linear else nbytes) for p in frozen),
             nbytes=nbytes,
-            kept=every * nbytes * mixed,
+            mixed=settings.interpolation < 1 and settings.validation is not None,
         )
 
 
@@ -95,12 +91,11 @@ class ModelSize:
 class StepMemory:
     """Bytes on one GPU at one moment; the components add up.
 
-    `copies` are those of `ModelSize.kept`, `gradients` and `master` the worker's fp32 share, `optimizer` Adam's moments,
-    `framework` what is outside the tensors.
+    `gradients` and `master` are the worker's fp32 share, `optimizer` Adam's moments, `framework` what is outside the tensors.
     """
 
     parameters: float = 0.0
-    copies: float = 0.0
+    copies: float = 0.0  # of the first and, in a validation, of the trained weights, which `interpolation` mixes
     gradients: float = 0.0
     master: float = 0.0
     optimizer: float = 0.0
@@ -151,12 +146,12 @@ def step_memory(
         sent = _gradients(weights, stage, workers, optimizer_on, bucket, bool(zero.get("overlap_comm")))
         if optimizer_on:  # the buffer of a gradient on its way to the host
             own += weights.largest_trained * weights.nbytes
-    states = StepMemory(own + gathered, weights.kept, sent.held, master, moments)
+    states = StepMemory(own + gathered, kept := weights.whole * weights.mixed, sent.held, master, moments)
     several = backward_passes > 1
     present = sent.held * (sent.early or several) + sent.later * several
     at_first = replace(states, gradients=present, activations=activations, communication=sent.buckets)
     at_last = replace(states, communication=sent.buckets + sent.flat)
-    in_update = replace(states, parameters=own, copies=2 * weights.kept, communication=idle)
+    in_update = replace(states, parameters=own, copies=2 * kept, communication=idle)
     return max(at_first, at_last, in_update, key=lambda memory: memory.total)
 
 

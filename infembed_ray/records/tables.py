@@ -120,8 +120,8 @@ _RECORD_FIELDS = [(f.name, _TEXT) for f in fields(Record) if f.name != "instruct
 
 RECORD = pa.schema([*_RECORD_FIELDS, ("provenance", PROVENANCE)])
 REJECTED = pa.schema([*_RECORD_FIELDS, ("step", _TEXT), ("reason", _TEXT), ("provenance", PROVENANCE)])
-_DEAD_LETTER_FIELDS = [(name, _TEXT) for name in ("id", "source", "step", "error", "request_hash")]
-DEAD_LETTER = pa.schema([*_DEAD_LETTER_FIELDS, ("provenance", PROVENANCE)])
+_DEAD_LETTER = ("id", "source", "step", "error", "request_hash")
+DEAD_LETTER = pa.schema([*((name, _TEXT) for name in _DEAD_LETTER), ("provenance", PROVENANCE)])
 COMPLEMENT = pa.schema(
     [
         ("id", _TEXT),  # the record's
@@ -188,8 +188,9 @@ def stream_files(
     """
     name, kept = bad.name, path / KEPT_FILE
     if (path / MANIFEST).is_file() and not kept.is_file():
-        fault = f"no {KEPT_FILE} in this published output"
-        raise InputError.of(name, path, fault, "give the output of `infembed synthesize`")
+        raise InputError.of(
+            name, path, f"no {KEPT_FILE} in this published output", "give the output of `infembed synthesize`"
+        )
     files = [kept] if kept.is_file() else data_files(path, name, split)
     seen: set[str] = set()
     taken = False
@@ -319,8 +320,7 @@ def mapping(
         if key not in ours:
             raise InputError(f"columns.{key}: unknown column of a {row.__name__.lower()}: {nearest(key, ours)}")
     needed = required(row)
-    column_of: dict[str, str] = {}
-    missing: dict[str, str] = {}
+    column_of, missing = dict[str, str](), dict[str, str]()
     for own in ours:
         candidates = (columns[own],) if own in columns else (own, *ALIASES.get(own, ()))
         if columns.get(own) == "" and own not in needed:
@@ -335,14 +335,13 @@ def mapping(
 
 
 def no_columns(
-    name: str, path: Place, missing: Mapping[str, str], present: Collection[str], mapped: bool, more: str = ""
+    name: str, path: Place, missing: Mapping[str, str], present: Collection[str], mapped: bool
 ) -> InputError:
-    """The error that a file lacks columns, `missing`: ours -> theirs; `mapped`: whether the user maps any, `more`: of the fault."""
+    """The error that a file lacks columns, `missing`: ours -> theirs; `mapped`: whether the user maps any."""
     found = ", ".join(map(str, present))
-    found = found if len(found) < 300 else f"{found[:300]} ..."
+    fault = f"no column {', '.join(missing.values())} (found: {found[:300]}{' ...' * (len(found) > 300)})"
     source = name.removesuffix("path") if name.startswith("sources.") else ""
     remedy = "set " + ", ".join(f"{source}columns.{own}=<its name>" for own in missing)
     if not (mapped or source or name in ("corpus", "seeds")):
-        hint = f" (mine: {remedy}; train: in sources.NAME)" * (name == "records")
-        remedy = f"rename the columns of the file{hint}"
-    return InputError.of(name, path, f"no column {', '.join(missing.values())} (found: {found}){more}", remedy)
+        remedy = "rename the columns of the file" + f" (mine: {remedy}; train: in sources.NAME)" * (name == "records")
+    return InputError.of(name, path, fault, remedy)

@@ -71,11 +71,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 
 
 def stream(
-    path: Place,
-    name: str,
-    columns: Columns | None = None,
-    split: str | None = None,
-    bad: BadRows | None = None,
+    path: Place, name: str, columns: Columns | None = None, split: str | None = None, bad: BadRows | None = None
 ) -> Iterator[Example]:
     """Stream validated training tuples; only their ids stay in memory.
 
@@ -141,9 +137,9 @@ def _columns_of(present: Collection[str], path: Place, name: str, columns: Colum
         candidates = names or [one for one in (own, *ALIASES.get(own, ())) if one in present][:1]
         missing = [one for one in candidates if one not in present]
         if missing or (own in ("query", "positives") and not candidates):
-            neither = not columns and own == "query" and not {"positives", *ALIASES["positives"]} & set(present)
-            more = ", nor those of InF-IR records" * neither
-            raise no_columns(name, path, {own: ", ".join(missing) or own}, present, bool(columns), more)
+            neither = not columns and own == "query" and {"positives", *ALIASES["positives"]}.isdisjoint(present)
+            lacking = ", ".join(missing) or own + ", nor those of InF-IR records" * neither
+            raise no_columns(name, path, {own: lacking}, present, bool(columns))
         theirs[own] = candidates
     several = [own for own, names in theirs.items() if len(names) > 1 and own not in (*_PASSAGES, *_SCORES)]
     if several:

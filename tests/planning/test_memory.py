@@ -94,7 +94,7 @@ def test_adapters_have_states_and_the_frozen_rest_has_none():
 
 
 def test_a_validated_mix_keeps_the_first_weights_and_copies_the_trained_ones_when_it_validates():
-    model, mixed = size_of(10**9), replace(size_of(10**9), kept=2e9)
+    model, mixed = size_of(10**9), replace(size_of(10**9), mixed=True)
     for activations, copies in ((1e12, 1), (0, 2)):  # a peak in the step, and in the validation
         plain, held = (step_memory(size, activations, 1, config(2)) for size in (model, mixed))
         assert (held.copies, held.total - plain.total) == (copies * 2e9, copies * 2e9)
