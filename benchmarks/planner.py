@@ -30,6 +30,9 @@ STEPS = 2
 RECIPES = Path(__file__).parents[1] / "jobs" / "configs" / "paper"
 RUNS = [f"zero_stage={s}" for s in range(4)] + [f"zero_stage={s},precision=bf16" for s in (1, 2, 3)]
 RUNS += ["zero_stage=2,activation_checkpointing=true", "zero_stage=2,grad_cache_tokens=192", "zero_stage=2,lora={}"]
+KEPT = "interpolation=0.5,validation={records: held-out}"
+"""Settings with which the weights before the training stay in memory; the records are not read."""
+RUNS += [f"zero_stage=2,{KEPT}", f"zero_stage=1,precision=bf16,{KEPT}"]
 BUCKET = "deepspeed={zero_optimization: {reduce_bucket_size: 4000000}}"
 """Bucket size; DeepSpeed's default of 500 M elements would dominate the measurement."""
 
@@ -120,6 +123,9 @@ def measure(model: str, run: str, number: int) -> int:
             engine.backward(loss)
             del queries, passages, loss
             engine.update(1e-5)
+        if settings.validation is not None:
+            with engine.published_weights():
+                engine.embed(texts(number, STEPS, "passage"))
     engine.close()
     return live.peak
 

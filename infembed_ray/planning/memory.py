@@ -53,6 +53,7 @@ class ModelSize:
     largest: int
     frozen_bytes: float
     nbytes: int
+    mixed: bool = False  # whether the first weights are kept, for a `validation` of those of `interpolation`
 
     @property
     def whole(self) -> float:
@@ -82,6 +83,7 @@ class ModelSize:
             largest=max(p.numel() for p in parameters),
             frozen_bytes=sum(p.numel() * (_NF4_BYTES if id(p) in linear else nbytes) for p in frozen),
             nbytes=nbytes,
+            mixed=settings.interpolation < 1 and settings.validation is not None,
         )
 
 
@@ -93,6 +95,7 @@ class StepMemory:
     """
 
     parameters: float = 0.0
+    copies: float = 0.0  # of the first and, in a validation, of the trained weights, which `interpolation` mixes
     gradients: float = 0.0
     master: float = 0.0
     optimizer: float = 0.0
@@ -113,7 +116,7 @@ class StepMemory:
 def step_memory(
     weights: ModelSize, activations: float, workers: int, config: Mapping[str, Any], backward_passes: int = 1
 ) -> StepMemory:
-    """Memory of one GPU at the peak of a step: at the start or the end of the backward pass, or in the update.
+    """Memory of one GPU at the peak of a step: at the start or the end of the backward pass, or in update and validation.
 
     Args:
         activations: bytes of `SavedBytes.held`.
@@ -143,12 +146,12 @@ def step_memory(
         sent = _gradients(weights, stage, workers, optimizer_on, bucket, bool(zero.get("overlap_comm")))
         if optimizer_on:  # the buffer of a gradient on its way to the host
             own += weights.largest_trained * weights.nbytes
-    states = StepMemory(own + gathered, sent.held, master, moments)
+    states = StepMemory(own + gathered, kept := weights.whole * weights.mixed, sent.held, master, moments)
     several = backward_passes > 1
     present = sent.held * (sent.early or several) + sent.later * several
     at_first = replace(states, gradients=present, activations=activations, communication=sent.buckets)
     at_last = replace(states, communication=sent.buckets + sent.flat)
-    in_update = replace(states, parameters=own, communication=idle)
+    in_update = replace(states, parameters=own, copies=2 * kept, communication=idle)
     return max(at_first, at_last, in_update, key=lambda memory: memory.total)
 
 

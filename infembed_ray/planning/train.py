@@ -25,7 +25,7 @@ from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.tokenizer import Side
 from infembed_ray.planning.backbones import VOCABULARY, load
-from infembed_ray.planning.memory import ModelSize, SavedBytes, StepMemory, saved_bytes, step_memory
+from infembed_ray.planning.memory import FLOAT, ModelSize, SavedBytes, StepMemory, saved_bytes, step_memory
 from infembed_ray.progress import counted
 from infembed_ray.records.tables import Record
 from infembed_ray.records.tuples import TrainingRecord
@@ -58,7 +58,6 @@ _LENGTHS |= dict.fromkeys(("document_positive", "hard_negative_document_1", "har
 """Column of a record -> the place of its mean length in the setting `tokens`."""
 _STATE_BYTES = 12
 """Bytes per trained parameter in a state: the fp32 weight and Adam's two moments."""
-_WEIGHT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -302,5 +301,5 @@ def describe(settings: TrainSettings) -> Iterator[str]:
     memory = tensors.with_framework() if cuda else tensors
     yield f"memory: about {gib(memory.total)} {of} at the peak of a step"
     states = KEEP_LAST + (settings.validation is not None) + 1
-    needed = _WEIGHT_BYTES * weights.parameters + states * _STATE_BYTES * weights.trained
+    needed = FLOAT * weights.parameters + states * _STATE_BYTES * weights.trained
     yield require_space(step, needed, of_workers=True)

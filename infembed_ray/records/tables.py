@@ -120,8 +120,8 @@ _RECORD_FIELDS = [(f.name, _TEXT) for f in fields(Record) if f.name != "instruct
 
 RECORD = pa.schema([*_RECORD_FIELDS, ("provenance", PROVENANCE)])
 REJECTED = pa.schema([*_RECORD_FIELDS, ("step", _TEXT), ("reason", _TEXT), ("provenance", PROVENANCE)])
-_DEAD_LETTER_FIELDS = [(name, _TEXT) for name in ("id", "source", "step", "error", "request_hash")]
-DEAD_LETTER = pa.schema([*_DEAD_LETTER_FIELDS, ("provenance", PROVENANCE)])
+_DEAD_LETTER = ("id", "source", "step", "error", "request_hash")
+DEAD_LETTER = pa.schema([*((name, _TEXT) for name in _DEAD_LETTER), ("provenance", PROVENANCE)])
 COMPLEMENT = pa.schema(
     [
         ("id", _TEXT),  # the record's
@@ -330,13 +330,18 @@ def mapping(
         elif own in columns or own in needed:
             missing[own] = candidates[0]
     if missing:
-        found = ", ".join(map(str, present))
-        found = found if len(found) < 300 else f"{found[:300]} ..."
-        fault = f"no column {', '.join(missing.values())} (found: {found})"
-        source = name.removesuffix("path") if name.startswith("sources.") else ""
-        mapped = ", ".join(f"{source}columns.{own}=<its name>" for own in missing)
-        remedy = "rename the columns of the file" + f" (mine: set {mapped})" * (row is Record)
-        if columns or source or name in ("corpus", "seeds"):
-            remedy = f"set {mapped}"
-        raise InputError.of(name, path, fault, remedy)
+        raise no_columns(name, path, missing, present, bool(columns))
     return column_of
+
+
+def no_columns(
+    name: str, path: Place, missing: Mapping[str, str], present: Collection[str], mapped: bool
+) -> InputError:
+    """The error that a file lacks columns, `missing`: ours -> theirs; `mapped`: whether the user maps any."""
+    found = ", ".join(map(str, present))
+    fault = f"no column {', '.join(missing.values())} (found: {found[:300]}{' ...' * (len(found) > 300)})"
+    source = name.removesuffix("path") if name.startswith("sources.") else ""
+    remedy = "set " + ", ".join(f"{source}columns.{own}=<its name>" for own in missing)
+    if not (mapped or source or name in ("corpus", "seeds")):
+        remedy = "rename the columns of the file" + f" (mine: {remedy}; train: in sources.NAME)" * (name == "records")
+    return InputError.of(name, path, fault, remedy)

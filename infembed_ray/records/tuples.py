@@ -20,6 +20,7 @@ from infembed_ray.records.tables import (
     MADE_ID,
     UNKNOWN,
     Record,
+    no_columns,
     passage_text,
     required,
     stream_files,
@@ -70,11 +71,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 
 
 def stream(
-    path: Place,
-    name: str,
-    columns: Columns | None = None,
-    split: str | None = None,
-    bad: BadRows | None = None,
+    path: Place, name: str, columns: Columns | None = None, split: str | None = None, bad: BadRows | None = None
 ) -> Iterator[Example]:
     """Stream validated training tuples; only their ids stay in memory.
 
@@ -120,7 +117,7 @@ def single(columns: Columns) -> dict[str, str]:
 def _rows(file: Place, seen: set[str], bad: BadRows, columns: Columns) -> Iterator[Example]:
     """Stream the examples of one file; add their ids to `seen`."""
     of_file = split_of(file)
-    names_of = partial(_columns_of, where=f"{bad.name}={file}", columns=columns)
+    names_of = partial(_columns_of, path=file, name=bad.name, columns=columns)
     for number, values, theirs in mapped_rows(file, bad, names_of):
         try:
             yield _example(values, theirs, of_file, seen)
@@ -128,7 +125,7 @@ def _rows(file: Place, seen: set[str], bad: BadRows, columns: Columns) -> Iterat
             bad.add(file, number, fault, values)
 
 
-def _columns_of(present: Collection[str], where: str, columns: Columns) -> dict[str, list[str]]:
+def _columns_of(present: Collection[str], path: Place, name: str, columns: Columns) -> dict[str, list[str]]:
     """Map our columns to those that a file has."""
     for key in columns:
         if key not in COLUMNS:
@@ -137,15 +134,12 @@ def _columns_of(present: Collection[str], where: str, columns: Columns) -> dict[
     for own in COLUMNS:
         given = columns.get(own)
         names = [given] if isinstance(given, str) else list(given or ())
-        candidates = names or [name for name in (own, *ALIASES.get(own, ())) if name in present][:1]
-        missing = [name for name in candidates if name not in present]
+        candidates = names or [one for one in (own, *ALIASES.get(own, ())) if one in present][:1]
+        missing = [one for one in candidates if one not in present]
         if missing or (own in ("query", "positives") and not candidates):
-            fault = f"no column {', '.join(missing) or own} (found: {', '.join(map(str, present))})"
-            remedy = f"set columns.{own}=<its name> (train: sources.NAME.columns.{own})"
-            if not columns and own == "query" and not {"positives", *ALIASES["positives"]} & set(present):
-                fault += ", nor those of InF-IR records"
-                remedy += ", or rename to query_positive and so on"
-            raise InputError(f"{where}: {fault}; {remedy}")
+            neither = not columns and own == "query" and {"positives", *ALIASES["positives"]}.isdisjoint(present)
+            lacking = ", ".join(missing) or own + ", nor those of InF-IR records" * neither
+            raise no_columns(name, path, {own: lacking}, present, bool(columns))
         theirs[own] = candidates
     several = [own for own, names in theirs.items() if len(names) > 1 and own not in (*_PASSAGES, *_SCORES)]
     if several:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -48,11 +49,13 @@ class Cutter:
         tokenizer: of the encoder. Not thread-safe, as that is not.
         tokens: maximum tokens of a chunk, with prefix and special tokens.
         overlap: tokens that neighbours share.
+        until: `time.monotonic()` from which it raises TimeoutError before it tokenizes.
     """
 
     tokenizer: TextTokenizer
     tokens: int
     overlap: int
+    until: float = float("inf")
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer, settings: IndexSettings) -> Cutter | None:
@@ -66,9 +69,7 @@ class Cutter:
         prefix = len(cutter._encoded([tokenizer.text.passage_prefix])[0].ids)
         if prefix > settings.chunk_tokens // 2:
             fault = f"passage_prefix and special tokens take {prefix} of them"
-            remedy = (
-                f"set at least {2 * prefix}" if 2 * prefix <= most else "the encoder needs a shorter passage_prefix"
-            )
+            remedy = f"set at least {2 * prefix}" if 2 * prefix <= most else "shorten the encoder's passage_prefix"
             raise InputError.of("chunk_tokens", settings.chunk_tokens, fault, remedy)
         return cutter
 
@@ -90,6 +91,8 @@ class Cutter:
             room -= excess
 
     def _encoded(self, texts: Sequence[str], special: bool = True) -> list[Encoding]:
+        if time.monotonic() >= self.until:
+            raise TimeoutError
         self.tokenizer.backend.no_truncation()
         self.tokenizer.backend.no_padding()
         return self.tokenizer.backend.encode_batch(texts, add_special_tokens=special)

@@ -33,7 +33,7 @@ from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.milvus import Milvus, MilvusAddress, StoreFault
 from infembed_ray.retrieval.shards import Shard
 from infembed_ray.retrieval.updates.live_shard import LiveShard
-from infembed_ray.retrieval.updates.write_ahead_log import Change, LogFault
+from infembed_ray.retrieval.updates.write_ahead_log import Change, ChangeError, LogFault
 from infembed_ray.retrieval.versions import change_log
 from infembed_ray.serving import startup
 from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, Embedded, QueueFull
@@ -126,7 +126,7 @@ class EncoderReplica(Reporting):
         self._metrics.start()
         calls = (self._engine.embed(item.texts, item.instructions, timeout_s, item.chunks) for item in items)
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        sent = (Embedded, QueueFull, DeadlineExceeded)  # the API reports these errors as they are
+        sent = (Embedded, QueueFull, DeadlineExceeded, ChangeError)  # the API reports these errors as they are
         return [answer if isinstance(answer, sent) else _readable_error(answer) for answer in answers]
 
 
@@ -220,9 +220,8 @@ class ShardSearch(Reporting):
 
     async def scores_many(self, queries: Sequence[ScoreQuery]) -> list[np.ndarray]:
         """Return the scores of the passages of several requests, each as `LiveShard.scores`."""
-        scores = self._shard.scores
         run = asyncio.get_running_loop().run_in_executor
-        return await run(self._threads, lambda: [scores(query) for query in queries])
+        return await run(self._threads, lambda: [self._shard.scores(query) for query in queries])
 
     async def document(self, id: str) -> Document | None:
         """Return the document with an id, after all changes in the log."""
@@ -287,8 +286,7 @@ class StoreSearch:
 
     def _answer(self, query: ShardQuery) -> ShardAnswer | Exception:
         try:
-            fresh = query.min_sequence > 0
-            hits, sequence = self._store.search(query.vectors, query.k, query.filter, fresh)
+            hits, sequence = self._store.search(query.vectors, query.k, query.filter, query.min_sequence > 0)
             return ShardAnswer(hits, max(sequence, query.min_sequence))
         except FilterError as error:
             return error
@@ -316,8 +314,7 @@ class Ingress:
         self._keys = ApiKeys.load(settings.api_keys_env, settings.api_keys_file, settings.ingress_replicas)
         if arguments.locked and not self._keys:
             fault = "set where `serve` was started but not on the node of the ingress, which would be open"
-            remedy = "set it in the environment of all nodes"
-            raise RuntimeError(f"api_keys_env={settings.api_keys_env}: {fault}; {remedy}")
+            raise RuntimeError(f"api_keys_env={settings.api_keys_env}: {fault}; set it in the environment of all nodes")
         self._reporter = MetricsReporter(self._collect)
         self._served: tuple[ReleaseSpec, dict[str, Release]] | None = None
         self._wanted: ReleaseSpec | None = None

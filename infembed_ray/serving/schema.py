@@ -39,7 +39,7 @@ MAX_INPUTS = 2048
 """Inputs of one embeddings request; OpenAI's limit."""
 MAX_TOP_K = 1000
 MAX_DOCUMENTS = 1000
-"""Documents of one put or delete request."""
+"""Documents of one put or delete request, and chunks of those of a put."""
 MAX_ID_CHARACTERS = 1000
 
 

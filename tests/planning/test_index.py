@@ -3,15 +3,20 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 
 from infembed_ray.cli.main import main
 from infembed_ray.config.planning import PlanIndexSettings
 from infembed_ray.errors import InputError
-from infembed_ray.planning.index import plan, shard_size
+from infembed_ray.modeling.encoder import InstructionEncoder
+from infembed_ray.planning.index import as_json, as_text, plan, shard_size
 from infembed_ray.retrieval import faiss_index as factories
+from infembed_ray.retrieval.chunks import Cutter
 from infembed_ray.storage.steps import GIB
+
+README = Path(__file__).parents[2] / "README.md"
 
 
 def test_sizes_of_a_seven_b_model_by_hand():
@@ -42,6 +47,32 @@ def test_the_build_agrees(shards, memory_gib):
     assert planned.chosen == factories.choose(math.ceil(10**6 / shards), 768, memory_gib, shards)
     (chosen,) = (sizes for sizes in planned.types if sizes.factory == planned.chosen)
     assert memory_gib is None or chosen.memory <= memory_gib * GIB * shards
+
+
+CUT = MILLION | {"passage_tokens": 900, "chunk_tokens": 256, "chunk_overlap": 32}
+
+
+def test_the_chunks_are_planned_not_the_passages_and_the_assumption_is_named():
+    whole, cut = (plan(PlanIndexSettings.from_mapping(settings)) for settings in (MILLION, CUT))
+    assert (whole.vectors, whole.assumed, "assumed" in as_text(whole)) == (10**6, "", False)
+    assert cut.vectors == pytest.approx(10**6 * ((900 - 32) / (256 - 12 - 32) + 0.5), abs=1)
+    as_many = plan(PlanIndexSettings.from_mapping(MILLION | {"passages": cut.vectors}))
+    for some, other in zip(cut.types, as_many.types, strict=True):
+        assert (some.factory, some.memory) == (other.factory, pytest.approx(other.memory, rel=1e-3))
+    assert f"1,000,000 passages in shards=2; {cut.vectors:,} vectors, assumed: 4.59 chunks a passage" in as_text(cut)
+    assert "of 900 tokens, each 12 below chunk_tokens" in json.loads(as_json(cut))["assumed"]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("tokens", "shared"), [(32, 16), (64, 0), (128, 32), (256, 128)])
+def test_the_assumed_chunks_are_about_those_that_a_build_cuts(minilm, tokens, shared):
+    texts, prose = InstructionEncoder.from_pretrained(minilm, device="meta").texts, README.read_text().split()
+    passages = [" ".join(prose[start : start + 400]) for start in range(0, len(prose), 400)]
+    mean = round(sum(map(len, texts.tokenize(passages, "passage", 10**6))) / len(passages))
+    given = {"passages": len(passages), "passage_tokens": mean, "chunk_tokens": tokens, "chunk_overlap": shared}
+    planned = plan(PlanIndexSettings.from_mapping(MILLION | given)).vectors
+    cut = sum(len(Cutter(texts, tokens, shared).cut(passage)) // 2 for passage in passages)
+    assert 0.9 < planned / cut < (1.7 if tokens == 32 else 1.25)
 
 
 def test_text_and_json_agree(capsys):

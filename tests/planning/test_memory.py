@@ -93,6 +93,13 @@ def test_adapters_have_states_and_the_frozen_rest_has_none():
     assert held.master + held.optimizer + held.gradients == pytest.approx((12 + 4) * 10**7 / 8)
 
 
+def test_a_validated_mix_keeps_the_first_weights_and_copies_the_trained_ones_when_it_validates():
+    model, mixed = size_of(10**9), replace(size_of(10**9), mixed=True)
+    for activations, copies in ((1e12, 1), (0, 2)):  # a peak in the step, and in the validation
+        plain, held = (step_memory(size, activations, 1, config(2)) for size in (model, mixed))
+        assert (held.copies, held.total - plain.total) == (copies * 2e9, copies * 2e9)
+
+
 @given(
     parameters=st.integers(10**6, 10**10),
     workers=st.integers(1, 64),
@@ -148,3 +155,12 @@ def measured(*arguments):
 def test_planned_is_measured_within_15_percent_at_every_stage():
     for run, ratio in measured().items():
         assert ratio == pytest.approx(1, abs=0.15), run
+
+
+@pytest.mark.slow
+def test_the_weights_that_a_validated_mix_keeps_are_planned_as_measured():
+    """With one text of each side, the peak is in the validation."""
+    kept = "interpolation=0.5,validation={records: held-out}"
+    runs = [f"{run},{kept}" for run in ("zero_stage=0", "zero_stage=2,precision=bf16")]
+    for run, ratio in measured("--texts", "1", "--runs", *runs).items():
+        assert ratio == pytest.approx(1, abs=0.1), run

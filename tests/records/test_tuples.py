@@ -6,7 +6,8 @@ import pyarrow as pa
 import pytest
 
 from infembed_ray.errors import InputError
-from infembed_ray.records import tuples
+from infembed_ray.records import tables, tuples
+from infembed_ray.records.tables import Record
 from infembed_ray.records.tuples import Example
 from tests.support.files import write_jsonl
 
@@ -110,9 +111,13 @@ def test_a_column_map_joins_several_columns(tmp_path):
         (
             [{"question": "q", "positives": ["p"]}],
             {},
-            r"no column query \(found: question, positives\); set columns.query=<its name> \(train: sources.NAME.columns.query\)",
+            r"no column query \(found: question, positives\); set sources.mine.columns.query=<its name>$",
         ),
-        ([ROW], {"positives": "answers"}, r"no column answers \(found: query, positives\); set columns.positives="),
+        (
+            [ROW],
+            {"positives": "answers"},
+            r"no column answers \(found: query, positives\); set sources.mine.columns.positives=",
+        ),
         (
             [ROW],
             {"positive": "answers"},
@@ -171,3 +176,31 @@ def test_written_examples_read_back_equal(tmp_path):
     assert read(tmp_path / "a.parquet") == made
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(vars(e)) + "\n" for e in made))
     assert read(tmp_path / "b.jsonl") == made
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "advice"),
+    [
+        ("records", {}, "rename the columns of the file (mine: set {}; train: in sources.NAME)"),
+        ("records", {"id": "a"}, "set {}"),
+        ("sources.a.path", {}, "set {}"),
+    ],
+)
+def test_tuples_and_records_without_their_columns_get_the_same_advice(tmp_path, name, columns, advice):
+    path = write_jsonl(tmp_path / "a.jsonl", [{f"column {n}": "x" for n in range(99)} | {"a": "b"}])
+    prefix = "sources.a." if name != "records" else ""
+    for read, first in (
+        (tuples.stream, "query"),
+        (lambda *of: tables.stream(of[0], Record, *of[1:]), "query_positive"),
+    ):
+        with pytest.raises(InputError) as error:
+            list(read(path, name, columns))
+        (fault,) = error.value.faults
+        assert (fault.setting, fault.value) == (name, path)
+        mapped = [part for part in fault.remedy.split(", ") if f"{prefix}columns.{first}=<its name>" in part]
+        assert mapped
+        assert fault.remedy.startswith(advice.partition("{}")[0])
+        assert fault.remedy.endswith(advice.partition("{}")[2])
+        assert f"no column {first}" in fault.fault
+        assert "column 3" in fault.fault
+        assert len(fault.fault) < 600

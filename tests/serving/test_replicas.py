@@ -19,9 +19,10 @@ from infembed_ray.errors import InputError
 from infembed_ray.retrieval import shard_files
 from infembed_ray.retrieval.index import Index
 from infembed_ray.retrieval.shard_files import FileChecksums, ShardFacts
-from infembed_ray.retrieval.updates.write_ahead_log import Delete, Put
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeError, Delete, Put
 from infembed_ray.retrieval.versions import change_log
 from infembed_ray.serving.encoder.batching import Counters, Embedded
+from infembed_ray.serving.http.errors import EXCEPTION_HANDLERS
 from infembed_ray.serving.release import ApiArguments, IndexArguments, ReleaseSpec
 from infembed_ray.serving.replicas import EncoderReplica, Ingress, MetricsReporter, ShardSearch, encoder_metrics
 from infembed_ray.serving.routing.encoder_calls import EncoderInputs
@@ -60,6 +61,16 @@ async def test_requests_of_one_call_are_embedded_separately() -> None:
     answers = await encoder_replica(engine).embed_many(items, 1.0)
     assert engine.calls == items  # otherwise they would share one place in its queue
     assert [answer.vectors.ravel().tolist() for answer in answers] == [[1, 2], [3, 1]]
+
+
+async def test_the_api_reports_what_the_encoder_refuses_to_store() -> None:
+    class Refusing(Engine):
+        async def embed(self, *_: Any) -> Embedded:
+            raise ChangeError("documents.0.text: too many chunks")
+
+    (fault,) = await encoder_replica(Refusing()).embed_many([EncoderInputs(["a"], None, (64, 8))], 1.0)
+    error = EXCEPTION_HANDLERS[type(fault)](None, fault)
+    assert (error.status, error.error.param, str(error)) == (400, "documents", "documents.0.text: too many chunks")
 
 
 async def test_an_error_that_cannot_be_unpickled_becomes_its_message(caplog: pytest.LogCaptureFixture) -> None:

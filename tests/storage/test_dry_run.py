@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from infembed_ray.config.training import TrainSettings
 from infembed_ray.errors import InputError
 from infembed_ray.evaluation import results
 from infembed_ray.evaluation.paper import results_report as paper_report
+from infembed_ray.planning import index as planned_index
 from infembed_ray.quickstart import sample
 from infembed_ray.retrieval.build import prepare
 from infembed_ray.storage.object_store import SCRATCH, Folder, scratch
@@ -247,13 +249,23 @@ def test_a_report_shows_its_models_and_is_finished_after_its_run(shown, tmp_path
     assert "nothing to do" in shown("report", *given)[1]
 
 
-def test_an_index_shows_passages_and_shards(shown, backbone: str, tmp_path: Path) -> None:
+def test_an_index_shows_passages_and_shards(shown, backbone: str, tmp_path: Path, monkeypatch) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", ({"id": str(n), "text": f"passage {n}"} for n in range(40)))
     given = [f"corpus={corpus}", f"model={backbone}", f"output={tmp_path}/out", "shards=2"]
     status, out, err = shown("index", *given)
     assert (status, err) == (0, [])
     assert "passages: 40 of" in out
     assert "shards: 2 of " in out
+    assert "chunks" not in out
+    monkeypatch.setattr(planned_index, "gib", lambda size: f"{size:.0f} bytes")
+    long = write_jsonl(tmp_path / "long.jsonl", ({"id": str(n), "text": "a short word. " * 99} for n in range(300)))
+    cut = shown("index", f"corpus={long}", *given[1:], "chunk_tokens=64")[1]
+    chunks = int(re.search(r"chunks: about ([\d,]+), by the first 256 passages", cut)[1].replace(",", ""))
+    assert chunks > 4 * 300
+    whole = shown("index", f"corpus={long}", *given[1:])[1]
+    memory = [float(re.search(r"memory: about (\d+) bytes", some)[1]) for some in (cut, whole)]
+    assert "passages: 300 of" in cut
+    assert memory[0] > 4 * memory[1]
     assert "metadata.yeer: no row of" in shown("index", *given, "metadata.yeer=integer")[2][0]
     status, _, err = shown("index", *given, "columns.text=body", "factory=Nothing")
     assert status == 2

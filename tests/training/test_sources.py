@@ -120,7 +120,7 @@ def test_a_source_of_weight_0_may_lack_what_the_objective_needs(files):
         ),
         (
             {"sources": {"a": {"path": "plain"}}},
-            "no column query (found: question, answers), nor those of InF-IR records; set columns.query=<its name> (train: ",
+            "query, nor those of InF-IR records (found: question, answers); set sources.a.columns.query=<its name>",
         ),
         (
             {"sources": {"a": {"path": "one"}}},

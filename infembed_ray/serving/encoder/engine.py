@@ -6,6 +6,7 @@ One thread tokenises, another runs the model, and the batching engine between th
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -20,8 +21,9 @@ from infembed_ray.modeling.linear import cpu_has_bf16
 from infembed_ray.modeling.tokenizer import TextTokenizer, Tokens
 from infembed_ray.progress import say
 from infembed_ray.retrieval.chunks import Bounds, Cutter, as_chunks
-from infembed_ray.serving import startup
-from infembed_ray.serving.encoder.batching import BatchingEngine, Embedded
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeError
+from infembed_ray.serving import schema, startup
+from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, Embedded
 
 if TYPE_CHECKING:
     from infembed_ray.modeling.encoder import InstructionEncoder
@@ -74,15 +76,11 @@ class EncodingEngine:
         if fingerprint not in (None, own := encoder.fingerprint()):
             fault = f"its fingerprint is {own} on this node and {fingerprint} where `serve` was started"
             raise InputError.of("model", model, fault, "put the same checkpoint on all nodes")
-        batch_tokens = GPU_BATCH_TOKENS if settings.gpus_per_encoder else CPU_BATCH_TOKENS
+        tokens = GPU_BATCH_TOKENS if settings.gpus_per_encoder else CPU_BATCH_TOKENS
         prefixes = _prefix_cache(encoder)
         embed = _warmed_up(encoder, (prefixes or encoder).embed)
-        batching = BatchingEngine(
-            lambda sequences: embed(sequences, batch_tokens),
-            batch_tokens=batch_tokens,
-            padded=not (prefixes or encoder.packs),
-            cost=prefixes.remaining if prefixes else len,
-        )
+        padded, cost = not (prefixes or encoder.packs), prefixes.remaining if prefixes else len
+        batching = BatchingEngine(lambda some: embed(some, tokens), batch_tokens=tokens, padded=padded, cost=cost)
         dtype = str(encoder.dtype).removeprefix("torch.")
         say(f"serve: the encoder runs in {dtype}")
         return cls(encoder.texts, batching, dtype, prefixes, encoder.exclusion_weight)
@@ -101,15 +99,18 @@ class EncodingEngine:
             chunks: maximum and shared tokens of the chunks into which passages are cut; None: they are not.
 
         Raises:
-            QueueFull, DeadlineExceeded: as `BatchingEngine.embed`.
+            QueueFull, DeadlineExceeded, ChangeError: as `BatchingEngine.embed`; of passages with more than `MAX_DOCUMENTS` chunks.
         """
         self.batching.require_capacity(len(texts), timeout_s)  # before any work is done
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        ends = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         cut: list[Bounds] | None = None
         if chunks is not None:
-            cutter = Cutter(self._tokenizer, *chunks)
-            cut = [await loop.run_in_executor(self._thread, cutter.cut, text) for text in texts]
+            try:
+                cut = await self._cut(texts, Cutter(self._tokenizer, *chunks, ends))
+            except TimeoutError:
+                self.batching.counters.expired += 1
+                raise DeadlineExceeded(timeout_s or 0.0) from None
             texts = [chunk.text for of in map(as_chunks, texts, cut) for chunk in of]
         asked: list[Question] = []
         if instructions is not None:
@@ -120,11 +121,19 @@ class EncodingEngine:
             part = slice(start, start + SLICE)
             of_part = None if instructions is None else instructions[part]
             tokens += await loop.run_in_executor(self._thread, self._tokenize, texts[part], of_part)
-        left = None if timeout_s is None else timeout_s - (loop.time() - began)
-        vectors = await self.batching.embed(tokens, left)
+        vectors = await self.batching.embed(tokens, None if timeout_s is None else ends - time.monotonic())
         if asked:
             vectors = exclusions.moved(asked, vectors, self.exclusion_weight)
         return Embedded(vectors, sum(map(len, tokens)), cut)
+
+    async def _cut(self, texts: Sequence[str], cutter: Cutter) -> list[Bounds]:
+        cut, loop = list[Bounds](), asyncio.get_running_loop()
+        for place, text in enumerate(texts):
+            cut.append(await loop.run_in_executor(self._thread, cutter.cut, text))
+            if (total := sum(map(len, cut)) // 2) > schema.MAX_DOCUMENTS:
+                fault = f"{total:,} chunks up to here, and a request stores at most {schema.MAX_DOCUMENTS:,}"
+                raise ChangeError(f"documents.{place}.text: {fault}; send fewer documents, or divide the text")
+        return cut
 
     def _tokenize(self, texts: Sequence[str], instructions: Sequence[str | None] | None) -> list[Tokens]:
         try:
@@ -143,12 +152,8 @@ def _load(model: str, settings: ServeSettings, dimensions: int | None) -> Instru
     torch.set_num_threads(max(1, int(settings.cpus_per_encoder)))
     gpu = settings.gpus_per_encoder > 0
     low = settings.dtype == "bfloat16" or (settings.dtype == "auto" and (gpu or cpu_has_bf16()))
-    return InstructionEncoder.from_pretrained(
-        model,
-        dimensions=dimensions,
-        device="cuda" if gpu else "cpu",
-        dtype=torch.bfloat16 if low else torch.float32,
-    ).eval()
+    device, dtype = "cuda" if gpu else "cpu", torch.bfloat16 if low else torch.float32
+    return InstructionEncoder.from_pretrained(model, dimensions=dimensions, device=device, dtype=dtype).eval()
 
 
 def _warmed_up(encoder: InstructionEncoder, embed: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:

@@ -46,7 +46,7 @@ this server; it also takes `instruction` and `input_type`. `POST /v1/search` fin
 `/v1/collections` lists all, and `/v1/collections/NAME/...` names one.
 
 Limits: {schema.MAX_INPUTS} inputs per embeddings request, {schema.MAX_CHARACTERS} characters per text, {schema.MAX_TOP_K} hits per
-search, {schema.MAX_DOCUMENTS} documents per change. A text longer
+search, {schema.MAX_DOCUMENTS} documents or chunks of them per change. A text longer
 than the model's maximum length is truncated. With 429, 503 and 504, `Retry-After` gives the seconds to wait before a retry.
 Errors have OpenAI's shape. Answers carry `X-Request-Id`: the request's own, or a new one.
 """

@@ -1,7 +1,10 @@
 """The encoding engine as its callers use it, against the encoder called by itself."""
 
 import asyncio
+import pickle
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +13,8 @@ from infembed_ray.config.serving import ServeSettings
 from infembed_ray.errors import InputError
 from infembed_ray.modeling.encoder import InstructionEncoder
 from infembed_ray.modeling.tokenizer import Tokens
+from infembed_ray.retrieval.updates.write_ahead_log import ChangeError
+from infembed_ray.serving import schema
 from infembed_ray.serving.encoder.batching import BatchingEngine, DeadlineExceeded, Embedded, QueueFull
 from infembed_ray.serving.encoder.engine import EncodingEngine
 from tests.modeling import backbones
@@ -71,6 +76,52 @@ async def test_the_time_out_includes_tokenising(path, monkeypatch):
     assert engine.batching.counters.texts == before
     assert engine.batching.counters.expired == 1
     assert len((await engine.embed(["in time"], None, 60.0)).vectors) == 1
+
+
+def slow_tokenizer(engine, monkeypatch, pause_s):
+    """Make every call of the cutter to the tokenizer slower; returns the numbers of texts of its calls."""
+    backend, calls = engine._tokenizer.backend, []
+
+    def encode_batch(texts, **options):
+        calls.append(len(texts))
+        time.sleep(pause_s)
+        return backend.encode_batch(texts, **options)
+
+    slow = SimpleNamespace(
+        no_truncation=backend.no_truncation, no_padding=backend.no_padding, encode_batch=encode_batch
+    )
+    monkeypatch.setattr(engine, "_tokenizer", replace(engine._tokenizer, backend=slow))
+    return calls
+
+
+@pytest.mark.parametrize("texts", [["x " * 20_000], ["short"] * 100], ids=["a long text", "many texts"])
+async def test_the_time_out_includes_cutting_which_stops_then(path, monkeypatch, texts):
+    engine = load(path)
+    calls = slow_tokenizer(engine, monkeypatch, 0.1)
+    before = engine.batching.counters.texts
+    with pytest.raises(DeadlineExceeded, match=r"not answered within 0\.25 s"):
+        await engine.embed(texts, None, 0.25, (32, 8))
+    assert len(calls) <= 4
+    assert (engine.batching.counters.texts, engine.batching.counters.expired) == (before, 1)
+    monkeypatch.undo()
+    began = time.monotonic()
+    assert (await engine.embed(["in time"], None, 60.0, (32, 8))).chunks == [[0, 7]]
+    assert time.monotonic() - began < 5
+
+
+async def test_a_request_stores_a_limited_number_of_chunks_and_encodes_no_more(path, monkeypatch):
+    engine = load(path)
+    monkeypatch.setattr(schema, "MAX_DOCUMENTS", 5)
+    counted, long = len((await engine.embed(["x " * 60], None, None, (32, 0))).chunks[0]) // 2, "x " * 1_000
+    assert 1 < counted <= 5
+    before = engine.batching.counters.texts
+    with pytest.raises(
+        ChangeError, match=r"^documents\.1\.text: .* chunks up to here, and a request stores at most 5; "
+    ) as error:
+        await engine.embed(["short", long, long], None, None, (32, 0))
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+    assert engine.batching.counters.texts == before
+    assert len((await engine.embed([long, long], None, None)).vectors) == 2  # not cut
 
 
 async def test_a_tokenizer_panic_leaves_no_caller_waiting() -> None:
