@@ -222,7 +222,7 @@ def _search(
 
 
 def _put(documents: Iterable[Document], *, collection: str | None = None) -> _Request[int]:
-    """Add at most 1,000 documents, or replace those with the same ids. The change is durable when this returns.
+    """Add at most 1,000 documents (or chunks), or replace those with the same ids. The change is durable when this returns.
 
     Args:
         documents: documents with distinct ids.

@@ -198,7 +198,9 @@ class EvaluateSettings(RowSettings):
     distractors: InputPath | None = runtime_field(None, description="irrelevant passages: id, and passage or text")
     max_distractors: int = Field(1000, ge=0, description="distractors to add to the corpus, from the first")
     depth: int = Field(1000, ge=1, description="documents per ranking")
-    first_stage: str | None = Field(None, description="label of the model whose top documents rerankers score")
+    first_stage: str | None = Field(
+        None, description="label of the encoder, bm25 or run whose top documents rerankers score"
+    )
     rerank: int = Field(100, ge=1, description="documents of the first stage that rerankers score")
     controls: bool = Field(
         True,

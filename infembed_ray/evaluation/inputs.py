@@ -162,7 +162,7 @@ def _require_candidates(settings: EvaluateSettings, models: Sequence[EvaluatedMo
     rerankers = [model.label for model in models if model.retriever.kind not in finders]
     if first is not None and (first not in settings.models or first in rerankers):
         why = "is a reranker itself" if first in settings.models else "is not a label of models"
-        raise InputError.of("first_stage", first, why, "give the label of an encoder or of bm25")
+        raise InputError.of("first_stage", first, why, "give the label of a model that is no reranker")
     for task in tasks:
         if rerankers and first is None and not task.has_candidates(settings.depth):
             fault = f"is a reranker, but {task.name} has no lists of {settings.depth} candidates or fewer"

@@ -71,16 +71,18 @@ def locate(model: str, setting: str, revision: str | None = None, kind: str | No
     located = find(model, setting, revision)
     path = local(located.path, setting, with_weights=False)
     config = require_loadable(path, f"{setting}={model}", revision)
-    names = config.architectures or []
-    classifies = any(name.endswith("ForSequenceClassification") for name in names)
-    embeds = any(name.endswith("Model") and not name.endswith("LMHeadModel") for name in names)
+    name = (config.architectures or [""])[0]  # where it leaves the kind open, the weights decide
+    misfits = name.endswith("ForSequenceClassification") and kind not in (None, "classifier")
     if kind == "encoder":
-        misfits = classifies and config.num_labels <= 2 and not read_json(path, "modules.json", revision, list)
-    else:
-        misfits = kind is not None and bool(names) and (embeds or classifies != (kind == "classifier"))
+        modules = read_json(path, "modules.json", revision, list)
+        misfits = misfits and config.num_labels <= 2 and all(_kind(one["type"]) != "Pooling" for one in modules)
+    elif kind == "classifier":
+        misfits = name.endswith(("Model", "ForCausalLM", "ForConditionalGeneration"))
+    elif kind == "causal":
+        misfits = misfits or (name.endswith("Model") and not name.endswith("LMHeadModel"))
     if misfits:
         remedy = "give one of this kind, or set its own kind: encoder, causal, seq2seq, classifier (with instructed_query, plain_query)"
-        raise InputError.of(setting, model, f"is a {names[0]}, not a model of kind={kind}", remedy)
+        raise InputError.of(setting, model, f"is a {name}, not a model of kind={kind}", remedy)
     return located
 
 

@@ -1,6 +1,6 @@
 """Loads what others trained: configurations, tokenizers, models and adapters of transformers and peft.
 
-No other module calls `from_pretrained` or `from_config` of these libraries. transformers asks on the terminal whether to run
+No other module calls `from_pretrained` of these libraries. transformers asks on the terminal whether to run
 the code of a model, initializes missing weights at random, and only warns; here both are errors.
 """
 

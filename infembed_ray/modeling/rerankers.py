@@ -84,9 +84,9 @@ class ModelReranker(PairScorer):
         )
         pretrained.require_embedded(self.tokenizer, self.model, setting)
         text = checkpoint.pair_format(settings.model, settings.revision)
-        self.text = replace(text, passage_length=settings.pair_length or text.passage_length)
-        positions = getattr(self.model.config, "max_position_embeddings", None)
-        if positions is not None and self.text.passage_length > positions:
+        positions = getattr(self.model.config, "max_position_embeddings", None) or 10**9
+        self.text = replace(text, passage_length=settings.pair_length or min(text.passage_length, positions))
+        if self.text.passage_length > positions:
             fault = f"model={settings.model} has only {positions} positions"
             raise InputError.of("pair_length", self.text.passage_length, fault, "set it to that or less")
         if getattr(self.model.config, "pad_token_id", None) is None:

@@ -382,7 +382,7 @@ def prepare(settings: IndexSettings) -> tuple[Place, str, Step]:
     _, corpus, model = check_all(
         lambda: require_columns(settings.columns, settings.metadata),
         lambda: find_input(settings.corpus, "corpus"),
-        lambda: locate(settings.model, "model"),
+        lambda: locate(settings.model, "model", kind="encoder"),
     )
     names = {**model.names, **_FORMATS}
     return corpus, model.path, Step("index", settings, settings.output, {"corpus": corpus, **model.inputs}, names)

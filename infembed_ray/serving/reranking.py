@@ -55,7 +55,7 @@ def _late_interaction(settings: ServeSettings, rerank: RerankSettings, served: s
     if isinstance(rerank.model, dict):
         fault = "settings of a cross-encoder with rerank.kind=late_interaction"
         raise InputError.of("rerank.model", None, fault, "give an encoder's directory, or null")
-    path = checkpoint.locate(rerank.model or served, "rerank.model").path
+    path = checkpoint.locate(rerank.model or served, "rerank.model", kind="encoder").path
     encoder = InstructionEncoder.from_pretrained(checkpoint.local(path), device="meta")
     if encoder.interaction is not None:
         fault = f"late_interaction cannot read {path}: it encodes instruction and query separately"

@@ -60,8 +60,8 @@ def load_for_training(settings: TrainSettings, device: torch.device) -> Instruct
     stored = from_first(stored_weights(encoder, checkpoint.local(settings.model)) if world()[0] == 0 else None)
     if stored is None:
         if world()[0] == 0:
-            lacks = "lack the new head" if settings.head == "score" else "do not have every parameter"
-            say(f"train: model={settings.model}: its files {lacks}, so each worker loads it whole")
+            lacks = "every parameter" + " (a new head is in none)" * (settings.head == "score")
+            say(f"train: model={settings.model}: its files do not have {lacks}, so each worker loads it whole")
         return load_encoder(settings, device)
     restore_buffers(encoder, stored)
     _partition(encoder, stored, settings, device)

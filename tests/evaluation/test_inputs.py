@@ -1,5 +1,8 @@
 """Models and tasks of an evaluation are resolved and checked without Ray."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 
@@ -132,13 +135,17 @@ def decoder(tmp_path_factory):
     ("model", "fault"),
     [
         ("cross", "is a BertForSequenceClassification, not a model of kind=encoder"),
+        ("listed", "is a BertForSequenceClassification, not a model of kind=encoder"),
         ({"kind": "classifier", "model": "base"}, "is a BertModel, not a model of kind=classifier"),
         ({"kind": "causal", "model": "decoder"}, "is a Qwen2Model, not a model of kind=causal"),
         ({"kind": "causal", "model": "cross"}, "is a BertForSequenceClassification, not a model of kind=causal"),
     ],
 )
-def test_a_reranker_given_as_an_encoder_and_the_reverse_are_refused(settings, decoder, model, fault):
+def test_a_reranker_given_as_an_encoder_and_the_reverse_are_refused(settings, decoder, tmp_path, model, fault):
     places = {"cross": settings.models["cross"].model, "base": settings.models["base"], "decoder": decoder}
+    places["listed"] = str(shutil.copytree(places["cross"], tmp_path / "listed"))  # as sentence-transformers saves one
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+    (tmp_path / "listed" / "modules.json").write_text(json.dumps(modules))
     answers = {"pair": "{query} {passage}", "answers": ("a", "b")}
     if isinstance(model, dict):
         formats = {"instructed_query": "{instruction} {query}", "plain_query": "{query}"}

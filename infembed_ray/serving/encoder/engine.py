@@ -99,7 +99,8 @@ class EncodingEngine:
             chunks: maximum and shared tokens of the chunks into which passages are cut; None: they are not.
 
         Raises:
-            QueueFull, DeadlineExceeded, ChangeError: as `BatchingEngine.embed`; of passages with more than `MAX_DOCUMENTS` chunks.
+            QueueFull, DeadlineExceeded: as `BatchingEngine.embed`.
+            ChangeError: the passages have more than `MAX_DOCUMENTS` chunks.
         """
         self.batching.require_capacity(len(texts), timeout_s)  # before any work is done
         loop = asyncio.get_running_loop()
