@@ -30,7 +30,7 @@ _TEXT_BYTES = 400 / 75
 _PASSAGE_OVERHEAD = 56
 """Approximate bytes of a passage's id, its offsets in Arrow columns and its entry in the sorted ids."""
 _UNFILLED = 12
-"""Assumed tokens that a chunk is shorter than `chunk_tokens`, because it ends after a sentence: 0.97 to 1.16 times those of prose."""
+"""Assumed tokens by which a chunk misses `chunk_tokens`: it ends after a sentence. On prose, 0.97 to 1.16 times the real chunks are planned."""
 _CUT = 256  # passages of a corpus that are cut to estimate the chunks of all
 
 
